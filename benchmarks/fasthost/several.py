@@ -152,8 +152,8 @@ class _Both:
             # Past the modes that guard the parameters of prepared models: an op is timed alone.
             with _disable_current_modes():
                 self._machine = measure_again(self._captured, self._machine)
-        costs = Costs(self._captured.trace, self._machine)
         plans = [run.plan for run in forebay.report_several(self._models).runs]
+        costs = Costs(self._captured.trace, self._machine, plans[0].streaming.masters)
         alone = sum(predict(costs.trace, self._machine, plan)[1].step_seconds for plan in plans)
         turns = alternating(plans, [costs] * MODELS, STEPS).seconds / STEPS
         self._foretold.append({"sequence": alone, "turns": turns})

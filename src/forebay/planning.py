@@ -295,7 +295,7 @@ def predict(trace: Trace, machine: Machine, plan: Plan, bench: Bench | None = No
     """
     if bench is None:
         program, costs = lower(trace, plan), Costs(trace, machine, plan.streaming.masters)
-        timeline = play(program, trace, machine, costs=costs, settled=not plan.streaming.overlap_update)
+        timeline = play(program, costs, settled=not plan.streaming.overlap_update)
         check(trace, machine, plan, program)
         return timeline, summarise(timeline, program, costs)
     bench.prove(plan)

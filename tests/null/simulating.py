@@ -9,7 +9,9 @@ from typing import Any
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.memory import Kind, Tier
 from forebay.program import Action, Change, Program, Verb
+from forebay.simulation import Costs
 from forebay.simulation.play import play
+from forebay.states import Masters
 from forebay.timeline import Event, Lane, Timeline
 from forebay.trace import NO_SAVES, Model, Op, Phase, Segment, Trace, Visit, Work
 
@@ -126,8 +128,8 @@ def run(
     **machine: Any,
 ) -> Timeline:
     """Plays ``actions`` on ``MACHINE`` with the fields ``machine`` changed; its ops take ``seconds``."""
-    changed = replace(MACHINE, **machine)
-    return play(programmed(*actions, standing=standing), seconds_trace(seconds), changed, settled=settled)
+    costs = Costs(seconds_trace(seconds), replace(MACHINE, **machine), Masters.WHOLE)
+    return play(programmed(*actions, standing=standing), costs, settled=settled)
 
 
 def spans(timeline: Timeline, lane: Lane) -> list[tuple[float, float]]:

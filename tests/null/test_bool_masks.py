@@ -12,7 +12,8 @@ from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Verb
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.trace import Model, Phase, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.programs import device_standing
@@ -89,7 +90,7 @@ def test_only_what_is_true_or_false_becomes_a_mask(fate: Fate, recompute: tuple[
     profile = Liveness(trace).profile(recompute, plan.activations)
     between = sum(level[profile.forward] for level in profile.levels.values())
     assert between == 4 * NUMEL + (NUMEL // 8 if fate is Fate.KEEP else 0) + 4
-    usage = play(program, trace, MACHINE).usage(Tier.DEVICE)
+    usage = play(program, Costs(trace, MACHINE, Masters.WHOLE)).usage(Tier.DEVICE)
     assert usage.peak <= device_bound(trace, plan)
 
 

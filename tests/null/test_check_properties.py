@@ -14,7 +14,8 @@ from forebay.lowering import device_bound, lower
 from forebay.memory import Tier
 from forebay.plans import Placement, Streaming
 from forebay.program import Program
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.trace import Block
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.corruptions import CORRUPTIONS
@@ -125,7 +126,7 @@ def test_what_check_accepts_simulate_never_overfills(case: Case, micro_batches: 
         else:
             break
     check(case.trace, case.machine, tight, program)
-    usages = play(program, case.trace, case.machine).tiers
+    usages = play(program, Costs(case.trace, case.machine, Masters.WHOLE)).tiers
     peaks = {usage.tier: usage.peak for usage in usages}
     assert peaks[Tier.DEVICE] <= tight.budget.device
     assert peaks[Tier.HOST] <= (tight.budget.host or 0)

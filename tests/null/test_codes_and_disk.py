@@ -14,6 +14,7 @@ from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Action, Program, Verb
 from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
@@ -89,7 +90,7 @@ def test_the_peak_is_that_of_decoding(fate: Fate) -> None:
     plan = planned(trace, way(0, fate, 4))
     most = OUT + FIRST + coded(FIRST, 4) + workspace(FIRST)
     assert device_bound(trace, plan) - device_standing(trace, plan, gradients=True) == most
-    usage = play(lower(trace, plan), trace, MACHINE).usage(Tier.DEVICE)
+    usage = play(lower(trace, plan), Costs(trace, MACHINE, Masters.WHOLE)).usage(Tier.DEVICE)
     assert usage.peak - device_standing(trace, plan) == most
     short = replace(plan, device=device_standing(trace, plan) + most - 1)
     with pytest.raises(DoesNotFit, match=r"op \d+ .* in action \d+ \(decode layers\.0 linear#0") as caught:
@@ -233,12 +234,13 @@ def test_coding_takes_what_it_touches_or_what_its_kernels_cost() -> None:
     trace = chain((FIRST,), 1)
     codes = Codes.of(FIRST, "float32", 8)
     touched = FIRST // 4 * (96 + 4) + coded(FIRST, 8)
-    assert Costs(trace, MACHINE).coding(codes, encode=True) == pytest.approx(touched / MACHINE.device_bandwidth)
+    seconds = Costs(trace, MACHINE, Masters.WHOLE).coding(codes, encode=True)
+    assert seconds == pytest.approx(touched / MACHINE.device_bandwidth)
     slow = replace(MACHINE, launch_seconds=1.0)
-    assert Costs(trace, slow).coding(codes, encode=True) == 23.0
+    assert Costs(trace, slow, Masters.WHOLE).coding(codes, encode=True) == 23.0
     known = replace(slow, op_seconds={"forebay.encode(float32[4096], 8)": 0.5})
     plan = planned(trace, way(0, Fate.KEEP, 8))
     program = lower(trace, plan)
-    events = play(program, trace, known).events
+    events = play(program, Costs(trace, known, Masters.WHOLE)).events
     coded_for = [e.end - e.start for e in events if e.what == "encode layers.0 linear#0"]
     assert coded_for == pytest.approx([0.5] * program.steps)

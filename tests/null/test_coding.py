@@ -20,6 +20,7 @@ from forebay.planners.activations.items import Item, Items, items_of
 from forebay.planners.activations.menu import Option, menu, thresholds
 from forebay.plans import Plan
 from forebay.simulation import Costs
+from forebay.states import Masters
 from forebay.trace import NO_SAVES, Op, Segment, Tensor, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.planning import asked, chain, machine
@@ -161,7 +162,7 @@ def test_a_mask_of_dropout_picks_nothing() -> None:
 
 def layer_items(bits: int, on: object = None) -> Items:
     trace = chain(1, activation=SIZE)
-    costs = Costs(trace, machine() if on is None else on)  # type: ignore[arg-type]
+    costs = Costs(trace, machine() if on is None else on, Masters.WHOLE)  # type: ignore[arg-type]
     named = {("linear", i): i for i in range(3)}
     return items_of(costs, trace.segments[trace.visits[0].segment], named, recomputes=True, bits=bits)
 
@@ -189,7 +190,7 @@ def test_bytes_and_seconds_of_an_item(bits: int) -> None:
 def test_codes_never_take_more_than_what_they_stand_for(dtype: str, bits: int, nbytes: int) -> None:
     """8 of 16 bits and two numbers in 256: at most 0.51 of it, and a byte or two for what fills no group."""
     whole = Tensor(nbytes // 4 * 4, dtype, Kind.ACTIVATION, 0)
-    costs = Costs(chain(1), machine())
+    costs = Costs(chain(1), machine(), Masters.WHOLE)
     held = Coded.of(costs, [whole], whole.nbytes, bits).held
     assert held <= 0.51 * whole.nbytes + 8 < whole.nbytes
 
@@ -237,7 +238,7 @@ def test_what_may_not_be_codes_is_kept_beside_those_that_may() -> None:
 
 def test_the_least_of_an_item_is_below_all_that_may_be_done_with_it() -> None:
     """Small results stay where codes move: what moves is the least."""
-    costs = Costs(chain(1), machine())
+    costs = Costs(chain(1), machine(), Masters.WHOLE)
     codes = Coded.of(costs, [Tensor(SIZE, "float32", Kind.ACTIVATION, 0)], SIZE + 64, 4)
     item = Item("op", 0, 0.0, SIZE + 64, SIZE + 64, SIZE + 64, 1.0, 1.0, codes=codes)
     assert item.least == codes.moved == codes.held - 64

@@ -14,6 +14,7 @@ from forebay.memory import Tier
 from forebay.planners import Problem, make_plan
 from forebay.planners.several import STEPS, divide, within
 from forebay.simulation import Costs, alternating
+from forebay.states import Masters
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
 
@@ -63,11 +64,11 @@ def test_what_is_left_goes_where_a_round_gains_most_by_it() -> None:
     made = divide(problems, "stream")
     left = problems[0].budget.device - needed
     halves = [make_plan(asked(trace, ON, device=least(trace, "stream") + left // 2), "stream") for trace in TRACES]
-    even = alternating(halves, [Costs(trace, ON) for trace in TRACES], STEPS)
+    even = alternating(halves, [Costs(trace, ON, Masters.WHOLE) for trace in TRACES], STEPS)
     assert made.forecast.seconds <= even.seconds * (1 + 1e-9)
     # In words of a step: not slower than training one after the other, each with all of the budget.
     alone = [make_plan(problem, "stream") for problem in problems]
-    each = [alternating([p], [Costs(t, ON)], STEPS).seconds for p, t in zip(alone, TRACES, strict=True)]
+    each = [alternating([p], [Costs(t, ON, Masters.WHOLE)], STEPS).seconds for p, t in zip(alone, TRACES, strict=True)]
     assert max(made.step_seconds()) <= made.forecast.seconds
     assert made.forecast.seconds < 1.2 * sum(each)
 

@@ -140,7 +140,7 @@ def test_an_element_takes_as_long_as_was_measured(optimizer: str) -> None:
     """On the host as a multiple of one of AdamW; on the device by what torch's ops move, where AdamW's is fused."""
     model = Model((block((64, 96)),))
     adamw, adafactor = (
-        Costs(replace(seconds_trace([], state_names=states), model=model, optimizer=optimizer), MACHINE)
+        Costs(replace(seconds_trace([], state_names=states), model=model, optimizer=optimizer), MACHINE, Masters.WHOLE)
         for states in (("exp_avg", "exp_avg_sq"), TORCH)
     )
     seconds = [costs.touched(model.blocks[0]) / costs.update_rate for costs in (adamw, adafactor)]
@@ -148,5 +148,5 @@ def test_an_element_takes_as_long_as_was_measured(optimizer: str) -> None:
     assert adamw.device_update_rate == pytest.approx(MACHINE.device_bandwidth)
     per_element = adafactor.touched(model.blocks[0]) / model.blocks[0].trainable_numel
     assert adafactor.device_update_rate == pytest.approx(MACHINE.device_bandwidth * per_element / 68)
-    cpu = Costs(adafactor.trace, replace(MACHINE, device_kind="cpu"))
+    cpu = Costs(adafactor.trace, replace(MACHINE, device_kind="cpu"), Masters.WHOLE)
     assert cpu.device_update_rate / MACHINE.device_bandwidth == pytest.approx(cpu.update_rate / MACHINE.update_rate)

@@ -11,6 +11,7 @@ from forebay.machine import Machine
 from forebay.planners import make_plan
 from forebay.plans import Plan
 from forebay.simulation import Costs, simulate
+from forebay.states import Masters
 from tests.null.planning import asked, chain, machine
 from tests.null.test_report_run import PLAN
 
@@ -31,7 +32,7 @@ def step(plan: Plan, micro_batches: int) -> float:
 
 def test_a_further_micro_batch_of_a_resident_model_costs_its_ops_and_no_update() -> None:
     plan = planned("resident")
-    alone = Costs(TRACE, PAPER).ops(0, OPS)
+    alone = Costs(TRACE, PAPER, Masters.WHOLE).ops(0, OPS)
     assert plan.micro_batch_seconds == pytest.approx(alone)
     assert plan.step_seconds is not None and plan.step_seconds > alone
     assert plan.seconds_of_step(3) == pytest.approx(step(plan, 3))

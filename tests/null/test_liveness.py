@@ -12,7 +12,8 @@ from forebay.arenas import arenas
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
 from forebay.plans import Streaming
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.trace import NO_SAVES
 from tests.null.strategies import RESIDENT, Case, cases, roomy
 from tests.null.synthetic import block
@@ -126,7 +127,7 @@ def test_resident_updates_widen_gradients() -> None:
 @given(cases(), st.integers(1, 2))
 def test_no_timing_goes_over_the_bound(case: Case, micro_batches: int) -> None:
     program = lower(case.trace, case.plan, micro_batches=micro_batches)
-    usage = play(program, case.trace, case.machine).usage(Tier.DEVICE)
+    usage = play(program, Costs(case.trace, case.machine, Masters.WHOLE)).usage(Tier.DEVICE)
     assert usage.peak <= device_bound(case.trace, case.plan)
 
 

@@ -13,7 +13,8 @@ from forebay.lowering.index import TraceIndex
 from forebay.machine import Curve, Link
 from forebay.memory import Tier
 from forebay.plans import Placement, Streaming
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.strategies import RESIDENT, Case, cases, plan_for, roomy_machine
@@ -215,7 +216,7 @@ def test_nothing_comes_back_while_something_leaves(reload_window: int, again: tu
     plan = plan_for(trace, homes, streaming, again, chosen(Fate.OFFLOAD, "first", "second"), roomy=True)
     for back in (1e3, 1e9):
         machine = replace(roomy_machine(device), d2h=Link(Curve(((1, 1e3),))), h2d=Link(Curve(((1, back),))))
-        usage = play(lower(trace, plan), trace, machine).usage(Tier.DEVICE)
+        usage = play(lower(trace, plan), Costs(trace, machine, Masters.WHOLE)).usage(Tier.DEVICE)
         assert usage.peak <= device_bound(trace, plan)
 
 
@@ -223,7 +224,7 @@ def test_nothing_comes_back_while_something_leaves(reload_window: int, again: tu
 @given(cases(activations=True), st.integers(1, 2))
 def test_no_timing_goes_over_the_bound(case: Case, micro_batches: int) -> None:
     program = lower(case.trace, case.plan, micro_batches=micro_batches)
-    usage = play(program, case.trace, case.machine).usage(Tier.DEVICE)
+    usage = play(program, Costs(case.trace, case.machine, Masters.WHOLE)).usage(Tier.DEVICE)
     assert usage.peak <= device_bound(case.trace, case.plan)
 
 

@@ -14,7 +14,8 @@ from forebay.lowering import Grain, device_bound, lower, sketch
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Update
 from forebay.program import Action, Change, Program, Sketch, Verb
-from forebay.simulation import play, simulate
+from forebay.simulation import Costs, play, simulate
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Phase, Trace
 from tests.null.simulating import MACHINE
@@ -127,7 +128,7 @@ def test_resident_blocks_are_updated_where_they_compute() -> None:
 def test_gradients_that_stay_are_there_once_however_many_passes_add_to_them() -> None:
     def most(micro_batches: int) -> int:
         program = lower(chain(), planned(chain(), RESIDENT), micro_batches=micro_batches)
-        return play(program, chain(), MACHINE).peaks[Tier.DEVICE]
+        return play(program, Costs(chain(), MACHINE, Masters.WHOLE)).peaks[Tier.DEVICE]
 
     trace = chain()
     bound = device_bound(trace, planned(trace, RESIDENT))

@@ -16,6 +16,7 @@ from forebay.memory import Kind, Tier
 from forebay.plans import Plan
 from forebay.program import Action, Change, Outline, Program, Sketch, Verb
 from forebay.simulation import Costs, Score, pace
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
@@ -287,7 +288,7 @@ def test_activations_that_move_together_are_the_same_bytes_in_fewer_parts(
     fates = data.draw(st.lists(st.sampled_from([Fate.OFFLOAD, Fate.OFFLOAD, Fate.DISK]), min_size=5, max_size=5))
     plan = moving(trace, tuple(names), tuple(sorted(again)), fates)
     slow = flat_link(1e9, latency=1e-5)  # so that two pieces take longer than both as one
-    costs = Costs(trace, replace(MACHINE, h2d=slow, d2h=slow))
+    costs = Costs(trace, replace(MACHINE, h2d=slow, d2h=slow), Masters.WHOLE)
     each, gathered = sketch(trace, plan), sketch(trace, plan, grain=Grain(0, most))
     event(f"some together: {any(a.pieces for a in gathered.actions)}")
     for verb in (Verb.OFFLOAD, Verb.RELOAD):
@@ -327,7 +328,7 @@ def moving(trace: Trace, blocks: tuple[str, ...], recompute: tuple[str, ...], fa
 def test_compute_that_is_not_cut_where_something_goes_takes_as_long(case: Case) -> None:
     each, whole = sketch(case.trace, case.plan), sketch(case.trace, case.plan, grain=Grain())
     assert computed(whole) == computed(each) and len(whole.actions) <= len(each.actions)
-    one, other = (pace(Score.of(program, Costs(case.trace, case.machine))) for program in (each, whole))
+    one, other = (pace(Score.of(program, Costs(case.trace, case.machine, Masters.WHOLE))) for program in (each, whole))
     assert one == pytest.approx(other)
 
 

@@ -13,6 +13,7 @@ from forebay.lowering import lower, sketch
 from forebay.machine import Machine
 from forebay.planners import Bench, make_plan
 from forebay.simulation import Costs, Score, pace, settled_seconds
+from forebay.states import Masters
 from tests.null.ahead import cases_ahead
 from tests.null.at_storage import cases_at_storage
 from tests.null.on_device import cases_on_device
@@ -26,7 +27,7 @@ LOWERING = import_module("forebay.lowering.lower")
 
 def steps(case: Case) -> tuple[float, ...]:
     program = sketch(case.trace, case.plan)
-    return pace(Score.of(program, Costs(case.trace, case.machine)))
+    return pace(Score.of(program, Costs(case.trace, case.machine, Masters.WHOLE)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ from forebay.phases import phases
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
 from forebay.simulation import Costs, simulate
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.on_device import on_device
@@ -254,7 +255,7 @@ def test_a_sketch_has_the_actions_of_the_program(way: Update) -> None:
     assert max(map(len, groups)) > 1
     assert len(groups) == len(outline.actions) and program.steps == outline.steps
     place = {number: index for index, group in enumerate(groups) for number in group}
-    costs = Costs(trace, roomy_machine())
+    costs = Costs(trace, roomy_machine(), Masters.WHOLE)
     for group, short in zip(groups, outline.actions, strict=True):
         actions = [program.actions[number] for number in group]
         first, last = actions[0], actions[-1]

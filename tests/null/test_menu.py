@@ -15,6 +15,7 @@ from forebay.memory import Kind
 from forebay.planners.activations.items import INPUT, Item, Items, items_of
 from forebay.planners.activations.menu import GRID, MOST, Option, menu, thresholds
 from forebay.simulation import Costs
+from forebay.states import Masters
 from forebay.trace import Model, Phase, Trace, Work
 from forebay.treatments import Fate, Treatment
 from tests.null.planning import machine
@@ -169,7 +170,7 @@ def traced() -> Trace:
 
 def layer_items(**more: object) -> Items:
     trace = traced()
-    costs = Costs(trace, machine())
+    costs = Costs(trace, machine(), Masters.WHOLE)
     forward, named = trace.segments[trace.visits[1].segment], TraceIndex(trace).named(1)
     return items_of(costs, forward, named, recomputes=True, **more)  # type: ignore[arg-type]
 
@@ -187,7 +188,7 @@ def test_what_an_op_in_place_returns_is_held_once() -> None:
     forward, named = trace.segments[trace.visits[1].segment], TraceIndex(trace).named(1)
     c = forward.ops[2].outputs
     ops = (*forward.ops[:3], replace(forward.ops[3], outputs=c), *forward.ops[4:])
-    items = items_of(Costs(trace, machine()), replace(forward, ops=ops), named, recomputes=True)
+    items = items_of(Costs(trace, machine(), Masters.WHOLE), replace(forward, ops=ops), named, recomputes=True)
     assert items.kept_held == 3 * WIDE
 
 
@@ -206,7 +207,7 @@ def test_what_a_block_may_run_again() -> None:
 def test_running_a_block_again_costs_the_ops_before_its_last_save() -> None:
     """The second linear and the view run again whatever is named; "out" comes after the last save."""
     trace = traced()
-    costs = Costs(trace, machine())
+    costs = Costs(trace, machine(), Masters.WHOLE)
     seconds = [costs.work(op.work).seconds for op in trace.segments[trace.visits[1].segment].ops]
     items = layer_items()
     whole = next(o for o in thresholds(items) if o.recompute and not o.treatments)
@@ -235,7 +236,7 @@ def test_whatever_leaves_is_handed_over_on_its_way_out_and_back(bits: int) -> No
     trace, each = traced(), 1e-3
     forward, named = trace.segments[trace.visits[1].segment], TraceIndex(trace).named(1)
     slow, free = (
-        thresholds(items_of(Costs(trace, host), forward, named, recomputes=True, bits=bits))
+        thresholds(items_of(Costs(trace, host, Masters.WHOLE), forward, named, recomputes=True, bits=bits))
         for host in (replace(machine(), device_kind="cpu", handover_seconds=seconds) for seconds in (each, 0.0))
     )
     assert [one.treatments for one in slow] == [one.treatments for one in free]

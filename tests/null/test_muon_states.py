@@ -77,7 +77,7 @@ def words_and_layers(count: int = 4) -> Trace:
 
 def of_elements(trace: Trace, on: Machine) -> tuple[list[float], list[float]]:
     """Seconds of an update of each block on the host, and on the device, for each of its elements."""
-    costs = Costs(trace, on)
+    costs = Costs(trace, on, Masters.WHOLE)
     host, device = [], []
     for one in trace.model.blocks:
         touched = sum(touched_nbytes(state_layout(one, MUON, 1 << 22).streams, p) for p in one.parameters)
@@ -99,7 +99,7 @@ def test_every_block_takes_its_own_time() -> None:
     assert host[1:] == [pytest.approx(moved / on.host_bandwidth + computed / HOST_FLOPS)] * 4
     assert device[0] == pytest.approx(28 / on.device_bandwidth)
     assert device[1:] == [pytest.approx(moved / on.device_bandwidth + computed / 1e14)] * 4
-    costs = Costs(trace, on)
+    costs = Costs(trace, on, Masters.WHOLE)
     assert costs.fastest_update_rate == pytest.approx(on.update_rate)
     assert costs.update_rate < costs.fastest_update_rate
     # Where there is no bf16 of its own, and where the device is the host.

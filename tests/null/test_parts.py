@@ -15,7 +15,8 @@ from forebay.memory import Kind, Tier
 from forebay.plans import Plan
 from forebay.program import Program, Verb
 from forebay.reporting.plan_rows import plan_rows
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.treatments import Fate, Selection, Split, StandIn, Treatment
 from tests.null.programs import device_standing
 from tests.null.test_check_transfers import changed, place_of, twice
@@ -92,7 +93,7 @@ def test_what_each_action_takes_and_leaves(split: Split) -> None:
         assert [c.nbytes for c in action.changes if c.kind is Kind.ACTIVATION] == [n]
     assert Liveness(trace).profile((), plan.activations).with_outputs[1] == FIRST + rest + OUT
     assert device_bound(trace, plan) - device_standing(trace, plan, gradients=True) == 2 * FIRST + OUT
-    usage = play(program, trace, MACHINE).usage(Tier.DEVICE)
+    usage = play(program, Costs(trace, MACHINE, Masters.WHOLE)).usage(Tier.DEVICE)
     assert usage.peak - device_standing(trace, plan) == 2 * FIRST + OUT
 
 
@@ -120,7 +121,7 @@ def test_the_rest_is_read_and_written_twice() -> None:
     plan = planned(trace, way(0, Fate.OFFLOAD, MOST))
     each = 2 * (FIRST // 4) / MACHINE.device_bandwidth
     program = lower(trace, plan)
-    events = play(program, trace, MACHINE).events
+    events = play(program, Costs(trace, MACHINE, Masters.WHOLE)).events
     for verb in ("encode", "decode"):
         seconds = [e.end - e.start for e in events if e.what == f"{verb} layers.0 linear#0"]
         assert seconds == pytest.approx([each] * program.steps)

@@ -11,11 +11,12 @@ from forebay.servers import Server
 from forebay.simulation import Costs
 from forebay.simulation.pipeline import Chunk, PipelineStage, in_flight, order, pipelined
 from forebay.simulation.several import SeveralForecast
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Phase
 from tests.null.simulating import MACHINE, RATE, seconds_trace
 
-COSTS = Costs(seconds_trace([1.0]), MACHINE)
+COSTS = Costs(seconds_trace([1.0]), MACHINE, Masters.WHOLE)
 FREE = 1e12
 
 

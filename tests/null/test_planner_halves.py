@@ -18,7 +18,7 @@ from forebay.planners import Bench, Problem, for_policy, make_plan
 from forebay.planners.parts import Draft
 from forebay.plans import Plan, Update
 from forebay.program import Verb
-from forebay.simulation import simulate
+from forebay.simulation import forecast, settled_seconds, simulate
 from forebay.states import Masters, masters_for
 from forebay.trace import Trace
 from forebay.workspaces import widened_copies, workspace_nbytes
@@ -90,6 +90,15 @@ def test_two_bytes_an_element_less_at_home() -> None:
         check(trace, ON, plan)
         peaks = simulate(trace, ON, plan).peaks
         assert peaks[Tier.HOST] == plan.host and peaks[Tier.DEVICE] <= plan.device
+
+
+def test_a_simulation_takes_the_seconds_of_the_plan() -> None:
+    """An update that binds goes at the rate of masters as they are kept."""
+    trace, slow = network(), machine(compute=1e8, h2d=1e9, d2h=1e9, update=1e6)
+    plan = make_plan(for_policy(problem(trace, slow), "stream"), "stream")
+    assert plan.streaming.masters is Masters.LOWER
+    assert settled_seconds(simulate(trace, slow, plan).step_seconds, lower(trace, plan)) == plan.step_seconds
+    assert forecast(trace, slow, plan).step_seconds == plan.step_seconds
 
 
 def test_a_comparison_asks_what_a_plan_is_asked() -> None:

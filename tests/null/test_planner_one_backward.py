@@ -17,7 +17,8 @@ from forebay.planners import Bench, make_plan
 from forebay.planners.parts import all_resident, gives_up_nothing
 from forebay.planning import assess
 from forebay.plans import Plan
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.trace import Trace
 from forebay.units import format_bytes
 from tests.null.planning import asked, chain, machine
@@ -34,7 +35,7 @@ def once(plan: Plan) -> Plan:
 
 def played(trace: Trace, plan: Plan) -> int:
     program = lower(trace, plan)
-    return play(program, trace, machine()).peaks[Tier.DEVICE]
+    return play(program, Costs(trace, machine(), Masters.WHOLE)).peaks[Tier.DEVICE]
 
 
 def test_activations_have_the_room_of_gradients_until_these_are_made() -> None:
@@ -63,7 +64,7 @@ def test_gradients_count_from_when_they_are_made() -> None:
 @given(cases(activations=True))
 def test_no_timing_goes_over_the_bound(case: Case) -> None:
     plan = once(case.plan)
-    usage = play(lower(case.trace, plan), case.trace, case.machine).usage(Tier.DEVICE)
+    usage = play(lower(case.trace, plan), Costs(case.trace, case.machine, Masters.WHOLE)).usage(Tier.DEVICE)
     assert usage.peak <= device_bound(case.trace, plan) <= device_bound(case.trace, case.plan)
 
 

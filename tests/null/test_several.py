@@ -17,6 +17,7 @@ from forebay.program import Action, Program
 from forebay.simulation import Costs, Score, alternating, pace, play, side_by_side
 from forebay.simulation.several import Rules, SeveralForecast, run_together
 from forebay.simulation.sharing import LANES
+from forebay.states import Masters
 from forebay.timeline import Lane
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.simulating import MACHINE, RATE, compute, fetch, programmed, seconds_trace, update
@@ -27,7 +28,7 @@ OWN = Rules(frozenset())
 
 
 def together(*alone: list[Action], rules: Rules, seconds: float = 1.0, on: Machine = MACHINE) -> SeveralForecast:
-    costs = Costs(seconds_trace([seconds]), on)
+    costs = Costs(seconds_trace([seconds]), on, Masters.WHOLE)
     made = [programmed(*actions) for actions in alone]
     return run_together(made, [costs] * len(made), [False] * len(made), rules)
 
@@ -48,19 +49,19 @@ def turns(count: int, nbytes: int) -> list[Action]:
 @settings(max_examples=12)
 @pytest.mark.parametrize("rules", [ALL, OWN], ids=["shared", "own"])
 def test_one_program_takes_what_it_takes_alone(rules: Rules, program: Program, on: Machine) -> None:
-    costs = Costs(TRACE, on)
+    costs = Costs(TRACE, on, Masters.WHOLE)
     for settled in (False, True):
         alone = pace(Score.of(program, costs, settled=settled))
         found = run_together([program], [costs], [settled], rules)
         assert found.step_seconds[-1] == pytest.approx(alone[-1], abs=1e-9 * (1 + sum(alone)))
         assert found.seconds == pytest.approx(sum(alone))
-    busy = play(program, TRACE, on, costs=costs).busy()
+    busy = play(program, costs).busy()
     assert all(found.busy[lane] == pytest.approx(busy[lane], abs=1e-9 * (1 + sum(alone))) for lane in LANES)
 
 
 def test_a_real_step_takes_what_it_takes_alone() -> None:
     trace, on = chain(4), machine(disk=1e8)
-    costs = Costs(trace, on)
+    costs = Costs(trace, on, Masters.WHOLE)
     for policy in ("stream", "offload-all", "l2l", "zero-infinity"):
         plan = make_plan(asked(trace, on, device=ENOUGH), policy)
         settled = not plan.streaming.overlap_update
@@ -97,7 +98,7 @@ def test_whoever_is_ready_first_goes_first_and_then_the_other() -> None:
     found = together(busy, late, rules=ALL)
     # 0-1, 1-2, then the late one's first at 2 (ready since 1.5, before the third at 2), then one each.
     assert found.seconds == pytest.approx(7.0)
-    costs = Costs(seconds_trace([1.0]), MACHINE)
+    costs = Costs(seconds_trace([1.0]), MACHINE, Masters.WHOLE)
     alone = run_together([programmed(*busy), programmed(*late)], [costs] * 2, [False] * 2, ALL)
     assert alone.step_seconds[1] == pytest.approx(5.0)
 
@@ -112,7 +113,7 @@ def test_two_models_by_their_plans() -> None:
         with pytest.raises(DoesNotFit) as least:
             make_plan(asked(trace, on, device=1), "l2l")
         plans.append(make_plan(asked(trace, on, device=least.value.needed), "l2l"))
-    costs = [Costs(t, on) for t in traces]
+    costs = [Costs(t, on, Masters.WHOLE) for t in traces]
     each = [alternating([plan], [own], 3).seconds for plan, own in zip(plans, costs, strict=True)]
     found = alternating(plans, costs, 3)
     assert max(*each, *found.busy.values()) - 1e-9 <= found.seconds < 0.7 * sum(each)
@@ -124,7 +125,7 @@ def test_ops_take_longer_where_models_take_turns() -> None:
     ops = sum(len(trace.segments[visit.segment].ops) for visit in trace.visits)
     plan = make_plan(asked(trace, machine(), device=ENOUGH), "keep")
     slow = replace(machine(), together_seconds=more)
-    quick, longer = (alternating([plan] * 2, [Costs(trace, on)] * 2, 3) for on in (machine(), slow))
+    quick, longer = (alternating([plan] * 2, [Costs(trace, on, Masters.WHOLE)] * 2, 3) for on in (machine(), slow))
     assert longer.busy[Lane.COMPUTE] - quick.busy[Lane.COMPUTE] == pytest.approx(2 * 3 * ops * more)
     assert longer.seconds >= longer.busy[Lane.COMPUTE]
 
@@ -180,7 +181,7 @@ def test_no_update_before_all_have_computed() -> None:
 @settings(max_examples=6)
 def test_with_a_channel_for_all_and_no_host_a_device_is_as_if_alone(count: int, in_turns: bool) -> None:
     trace, on = chain(3), machine()
-    costs = Costs(trace, on)
+    costs = Costs(trace, on, Masters.WHOLE)
     plan = make_plan(asked(trace, on, device=ENOUGH), "resident")
     alone = pace(Score.of(lower(trace, plan, steps=3), costs))
     found = side_by_side([plan] * count, costs, 3, channel=count * 1e8, in_turns=in_turns)
@@ -191,7 +192,7 @@ def test_with_a_channel_for_all_and_no_host_a_device_is_as_if_alone(count: int, 
 
 
 def test_programs_of_several_machines_do_not_run_together() -> None:
-    costs = [Costs(seconds_trace([1.0]), replace(MACHINE, name=name)) for name in ("one", "other")]
+    costs = [Costs(seconds_trace([1.0]), replace(MACHINE, name=name), Masters.WHOLE) for name in ("one", "other")]
     program = programmed(compute(0))
     for programs_, own in (([program] * 2, costs), ([], [])):
         with pytest.raises(ConfigError, match="one or more, on one machine"):
@@ -204,7 +205,7 @@ def test_gradients_that_are_used_up_cannot_be_exchanged() -> None:
     plan = make_plan(problem, "stream")
     assert plan.updated(Update.BACKWARD)
     with pytest.raises(ConfigError, match="cannot be exchanged"):
-        side_by_side([plan] * 2, Costs(trace, on), 2, channel=1e8, in_turns=True)
+        side_by_side([plan] * 2, Costs(trace, on, Masters.WHOLE), 2, channel=1e8, in_turns=True)
 
 
 @pytest.mark.parametrize("channel", [0.0, -1.0])

@@ -9,7 +9,9 @@ import pytest
 
 from forebay.memory import Kind, Tier
 from forebay.program import Action, Change
+from forebay.simulation import Costs
 from forebay.simulation.play import play
+from forebay.states import Masters
 from forebay.timeline import Lane, Timeline
 from tests.null.simulating import (
     MACHINE,
@@ -115,8 +117,8 @@ def test_who_computes_hands_over_what_moves(kind: str, seconds: float) -> None:
     machine = replace(MACHINE, device_kind=kind, handover_seconds=0.25)
     moved = replace(offload(N, 0, ops=(0, 1)), tensor=0)
     program = programmed(making(0, N), moved, moved)
-    still = play(program, seconds_trace([1.0]), replace(machine, handover_seconds=0.0))
-    played = play(program, seconds_trace([1.0]), machine)
+    still = play(program, Costs(seconds_trace([1.0]), replace(machine, handover_seconds=0.0), Masters.WHOLE))
+    played = play(program, Costs(seconds_trace([1.0]), machine, Masters.WHOLE))
     assert spans(played, Lane.COMPUTE) == [(0.0, seconds)]
     lengths = [[end - start for start, end in spans(one, Lane.D2H)] for one in (still, played)]
     assert lengths[0] == pytest.approx(lengths[1]) and len(lengths[0]) == 2
@@ -130,7 +132,7 @@ def test_only_where_parameters_come_and_go_do_ops_take_longer() -> None:
     for slots, seconds in (((), 1.0), ((N,), 1.5)):
         for actions in ((making(0, N),), (again,), (making(0, N), offload(N, 0, ops=(0, 1)))):
             program = replace(programmed(*actions), slots=slots)
-            played = play(program, seconds_trace([1.0]), machine)
+            played = play(program, Costs(seconds_trace([1.0]), machine, Masters.WHOLE))
             assert spans(played, Lane.COMPUTE) == [(0.0, seconds)]
 
 
@@ -143,5 +145,5 @@ def test_what_runs_again_and_what_is_treated_take_longer(kind: str, more: float)
         action = replace(making(0, N), recomputed=again, treated=treated)
         for slots in ((), (N,)):
             streamed = 0.0 if again else 0.5 * len(slots)
-            played = play(replace(programmed(action), slots=slots), seconds_trace([1.0]), machine)
+            played = play(replace(programmed(action), slots=slots), Costs(seconds_trace([1.0]), machine, Masters.WHOLE))
             assert spans(played, Lane.COMPUTE) == [(0.0, 1.0 + more * (added + streamed))]

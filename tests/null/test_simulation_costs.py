@@ -11,6 +11,7 @@ from forebay.errors import ConfigError
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.program import Verb
 from forebay.simulation.costs import ADD_TRAFFIC, SUM_TRAFFIC, VIEW_SHARE, Costs, Source
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import NO_SAVES, Model, Op, Phase, Segment, Trace, Visit, Work
 from tests.null.simulating import (
@@ -34,7 +35,7 @@ def costs_of(*works: Work, machine: Machine = MACHINE) -> Costs:
         works=works,
         segments=(Segment(tuple(Op(i, (), ()) for i in range(len(works))), (), NO_SAVES),),
     )
-    return Costs(trace, machine)
+    return Costs(trace, machine, Masters.WHOLE)
 
 
 def test_an_op_takes_the_longer_of_arithmetic_and_memory_and_never_less_than_its_launch() -> None:
@@ -116,7 +117,7 @@ def visited(lengths: list[int]) -> tuple[Trace, list[float]]:
 
 def test_ranges_of_ops_add_up_inside_a_visit_and_across_visits() -> None:
     trace, seconds = visited([0, 1, 1, 0, 1])
-    costs = Costs(trace, MACHINE)
+    costs = Costs(trace, MACHINE, Masters.WHOLE)
     for first in range(len(seconds) + 1):
         for last in range(first, len(seconds) + 1):
             assert costs.ops(first, last) == sum(seconds[first:last]), (first, last)
@@ -124,14 +125,14 @@ def test_ranges_of_ops_add_up_inside_a_visit_and_across_visits() -> None:
 
 def test_a_trace_without_ops_costs_nothing() -> None:
     trace = replace(seconds_trace([]), model=Model(()), segments=(), visits=())
-    costs = Costs(trace, MACHINE)
+    costs = Costs(trace, MACHINE, Masters.WHOLE)
     assert (costs.ops(0, 0), costs.arithmetic_seconds, costs.measured_share) == (0.0, 0.0, 0.0)
 
 
 def test_actions_take_latency_and_the_rate_for_their_size() -> None:
     link = Link(Curve(((100, 50.0), (300, 150.0))), latency=0.25)
     machine = replace(MACHINE, h2d=link, host_bandwidth=400.0, launch_seconds=2.0)
-    costs = Costs(seconds_trace([]), machine)
+    costs = Costs(seconds_trace([]), machine, Masters.WHOLE)
     assert costs.action(fetch(200)) == 0.25 + 200 / 100  # half way between the points
     assert costs.action(fetch(0)) == 0
     assert costs.action(land(200)) == 200 / 100
@@ -146,7 +147,7 @@ def test_actions_take_latency_and_the_rate_for_their_size() -> None:
 def test_checksums_take_time_of_the_lanes_of_the_disk(depth: int) -> None:
     disk = Disk(1 << 40, flat_link(RATE), flat_link(RATE), reads=Calls(64, depth), writes=Calls(64, depth))
     machine = replace(MACHINE, disk=disk, host_bandwidth=400.0)
-    costs = Costs(replace(seconds_trace([]), state_names=("exp_avg",)), machine)
+    costs = Costs(replace(seconds_trace([]), state_names=("exp_avg",)), machine, Masters.WHOLE)
     of_one = {1: 200, 2: 64}[depth]  # bytes: with several calls in flight only those of the last are looked at alone
     for action in (read(200), write(200)):
         assert costs.action(action, summed=True) == 200 / RATE + SUM_TRAFFIC * of_one / 400
@@ -164,7 +165,7 @@ def test_a_process_beside_the_storage_is_told_and_reads_and_writes_by_turns() ->
     slow = replace(disk, alternation=0.5, order_seconds=0.25)
     own = replace(slow, update_rate=50.0)
     trace = replace(seconds_trace([]), state_names=("exp_avg",))
-    costs, later, inside = (Costs(trace, replace(MACHINE, disk=one)) for one in (disk, slow, own))
+    costs, later, inside = (Costs(trace, replace(MACHINE, disk=one), Masters.WHOLE) for one in (disk, slow, own))
     beside = update(200, lane=Lane.STORAGE_UPDATE)
     moved = 2 * round(costs.states_share * 200) / RATE  # read and written
     assert later.action(beside) == pytest.approx(costs.action(beside) + 0.25 + moved)
@@ -183,7 +184,7 @@ def test_a_process_beside_the_storage_is_told_and_reads_and_writes_by_turns() ->
     ],
 )
 def test_an_update_into_another_copy_takes_longer_than_in_place(states: tuple[str, ...], times: float) -> None:
-    costs = Costs(replace(seconds_trace([]), state_names=states), MACHINE)
+    costs = Costs(replace(seconds_trace([]), state_names=states), MACHINE, Masters.WHOLE)
     in_place = costs.action(update(300))
     assert costs.action(replace(update(300), apart=True)) == pytest.approx(times * in_place)
     assert costs.action(update(300)) == in_place
@@ -193,13 +194,14 @@ def test_an_update_into_another_copy_takes_longer_than_in_place(states: tuple[st
 def test_updates_on_the_device_take_its_bandwidth_and_their_way_that_of_the_link(kind: str, bandwidth: float) -> None:
     """On ``cpu`` what is on the device is updated as at home, at 100 bytes/s."""
     slow = Link(Curve(((1, 50.0),)))
-    costs = Costs(seconds_trace([]), replace(MACHINE, device_kind=kind, device_bandwidth=400.0, h2d=slow))
+    on = replace(MACHINE, device_kind=kind, device_bandwidth=400.0, h2d=slow)
+    costs = Costs(seconds_trace([]), on, Masters.WHOLE)
     assert costs.action(update(800, lane=Lane.DEVICE_UPDATE)) == 800 / bandwidth
     assert costs.action(replace(fetch(100), verb=Verb.LOAD)) == 100 / 50
     assert costs.action(replace(land(100), verb=Verb.STORE, changes=())) == 100 / 100
 
 
 def test_an_action_on_a_disk_that_is_not_there_is_named() -> None:
-    costs = Costs(seconds_trace([]), replace(MACHINE, disk=None))
+    costs = Costs(seconds_trace([]), replace(MACHINE, disk=None), Masters.WHOLE)
     with pytest.raises(ConfigError, match=r"needs a disk \(read a\) and machine paper has none"):
         costs.action(read(1))

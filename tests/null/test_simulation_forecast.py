@@ -18,6 +18,7 @@ from forebay.simulation.forecast import (
     summarise,
 )
 from forebay.simulation.play import play
+from forebay.states import Masters
 from forebay.timeline import Lane
 from tests.null.simulating import MACHINE, compute, fetch, land, programmed, seconds_trace, update, write
 
@@ -41,8 +42,8 @@ def two_steps(fetched: int) -> Program:
 
 
 def summed_up(program: Program, **machine: object) -> Forecast:
-    costs = Costs(seconds_trace([2.0], tokens=8), replace(MACHINE, **machine))  # type: ignore[arg-type]
-    return summarise(play(program, costs.trace, costs.machine, costs=costs), program, costs)
+    costs = Costs(seconds_trace([2.0], tokens=8), replace(MACHINE, **machine), Masters.WHOLE)  # type: ignore[arg-type]
+    return summarise(play(program, costs), program, costs)
 
 
 def test_the_last_step_is_the_one_that_counts() -> None:

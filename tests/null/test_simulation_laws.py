@@ -16,6 +16,7 @@ from forebay.simulation.clock import Clock, Witness
 from forebay.simulation.costs import Costs
 from forebay.simulation.play import pace, play
 from forebay.simulation.score import Score
+from forebay.states import Masters
 from forebay.timeline import Event, Lane, Timeline
 from tests.null.simulating import seconds_trace
 from tests.null.strategies import machines
@@ -75,7 +76,7 @@ ANY = machines("cpu", disk=True) | machines("cuda", disk=True)
 
 @given(program=programs(), machine=ANY)
 def test_lanes_keep_their_order_and_do_one_thing_at_a_time(program: Program, machine: Machine) -> None:
-    timeline = play(program, TRACE, machine)
+    timeline = play(program, Costs(TRACE, machine, Masters.WHOLE))
     events = by_what(timeline)
     assert len(events) == len(program.actions)
     starts = [e.start for e in timeline.events]
@@ -95,8 +96,8 @@ def test_lanes_keep_their_order_and_do_one_thing_at_a_time(program: Program, mac
 def test_nothing_is_faster_than_alone_and_waiting_is_all_that_overlap_can_cost(
     program: Program, machine: Machine
 ) -> None:
-    costs = Costs(TRACE, machine)
-    timeline = play(program, TRACE, machine, costs=costs)
+    costs = Costs(TRACE, machine, Masters.WHOLE)
+    timeline = play(program, costs)
     span = max(e.end for e in timeline.events)
     slack = INSTANT * span
     alone = [costs.action(a) for a in program.actions]
@@ -110,7 +111,7 @@ def test_nothing_is_faster_than_alone_and_waiting_is_all_that_overlap_can_cost(
 
 @given(program=programs(), machine=ANY)
 def test_compute_is_busy_or_stalls(program: Program, machine: Machine) -> None:
-    timeline = play(program, TRACE, machine)
+    timeline = play(program, Costs(TRACE, machine, Masters.WHOLE))
     computed = [e.end for e in timeline.events if e.lane is Lane.COMPUTE]
     busy = timeline.busy()
     assert busy[Lane.COMPUTE] + busy[Lane.STALL] == pytest.approx(max(computed, default=0.0))
@@ -141,7 +142,7 @@ def test_times_scale_with_the_rates(program: Program, machine: Machine, factor: 
         offload=machine.offload and link(machine.offload),
         disk=replace(disk, read=link(disk.read), write=link(disk.write)),
     )
-    before, after = by_what(play(program, TRACE, machine)), by_what(play(program, TRACE, faster))
+    before, after = (by_what(play(program, Costs(TRACE, on, Masters.WHOLE))) for on in (machine, faster))
     span = max(e.end for e in before.values())
     for what, event in before.items():
         assert after[what].end * factor == pytest.approx(event.end, abs=1e-6 * span)
@@ -152,7 +153,7 @@ def test_sharing_never_makes_anything_earlier(program: Program, machine: Machine
     # An accumulation's own time has the host's bandwidth in it: the same for both.
     actions = tuple(replace(a, verb=Verb.LAND) if a.verb is Verb.ACCUMULATE else a for a in program.actions)
     program = replace(program, actions=actions)
-    shared, alone = by_what(play(program, TRACE, machine)), by_what(play(program, TRACE, unshared(machine)))
+    shared, alone = (by_what(play(program, Costs(TRACE, on, Masters.WHOLE))) for on in (machine, unshared(machine)))
     for what, event in alone.items():
         assert shared[what].end >= event.end * (1 - INSTANT)
 
@@ -168,14 +169,14 @@ def test_another_dependency_never_makes_anything_earlier(
     if index:
         more = data.draw(st.integers(0, index - 1))
         actions[index] = replace(actions[index], after=(*actions[index].after, more))
-    before = by_what(play(program, TRACE, machine))
-    after = by_what(play(replace(program, actions=tuple(actions)), TRACE, machine))
+    before = by_what(play(program, Costs(TRACE, machine, Masters.WHOLE)))
+    after = by_what(play(replace(program, actions=tuple(actions)), Costs(TRACE, machine, Masters.WHOLE)))
     assert all(after[what].end >= event.end for what, event in before.items())
 
 
 @given(program=programs(), machine=ANY)
 def test_the_account_of_the_device_adds_up(program: Program, machine: Machine) -> None:
-    timeline = play(program, TRACE, machine)
+    timeline = play(program, Costs(TRACE, machine, Masters.WHOLE))
     usage = timeline.tiers[0]
     standing = sum(STANDING[Tier.DEVICE].values())
     assert usage.live == standing + sum(c.nbytes for a in program.actions for c in a.changes)
@@ -224,14 +225,14 @@ def test_lanes_that_run_ahead_of_the_clock_are_where_it_would_have_them(
     program: Program, machine: Machine, settled: bool
 ) -> None:
     """To the last bit, and so are those that share with others."""
-    costs = Costs(TRACE, machine)
+    costs = Costs(TRACE, machine, Masters.WHOLE)
     score, onlooker = Score.of(program, costs, settled=settled), Onlooker()
     ahead, watched = Clock(score), Clock(score, onlooker)
     ahead.run()
     watched.run()
     assert (ahead.start, ahead.end) == (watched.start, watched.end)
     assert onlooker.instants == sorted(watched.end)
-    assert pace(score) == play(program, TRACE, machine, costs=costs, settled=settled).step_seconds
+    assert pace(score) == play(program, costs, settled=settled).step_seconds
 
 
 @settings(max_examples=50)
@@ -239,7 +240,7 @@ def test_lanes_that_run_ahead_of_the_clock_are_where_it_would_have_them(
 def test_a_score_with_others_instead_is_that_of_another_program(
     program: Program, machine: Machine, data: st.DataObject
 ) -> None:
-    costs, actions = Costs(TRACE, machine), program.actions
+    costs, actions = Costs(TRACE, machine, Masters.WHOLE), program.actions
     updates = [i for i, action in enumerate(actions) if action.lane is Lane.UPDATE]
     fetches = [i for i, action in enumerate(actions) if action.verb is Verb.FETCH]
     idle = data.draw(st.sets(st.sampled_from(updates))) if updates else set[int]()

@@ -14,6 +14,7 @@ from forebay.lowering import lower
 from forebay.memory import Kind, Tier
 from forebay.program import Verb
 from forebay.simulation import Costs, forecast, limits, play, simulate
+from forebay.states import Masters
 from forebay.timeline import Lane
 from tests.null.simulating import MACHINE
 from tests.null.strategies import Case, cases, roomy
@@ -49,7 +50,7 @@ def test_a_budget_below_what_is_simulated_is_refused(case: Case) -> None:
 @given(case=cases())
 def test_a_step_ends_with_what_it_began_with(case: Case) -> None:
     program = lower(case.trace, case.plan)
-    timeline = play(program, case.trace, case.machine, levels=True)
+    timeline = play(program, Costs(case.trace, case.machine, Masters.WHOLE), levels=True)
     usage = timeline.tiers[0]
     standing = sum(program.standing.get(Tier.DEVICE, {}).values())
     assert standing <= usage.live <= standing + case.trace.held_nbytes
@@ -81,7 +82,7 @@ def test_a_simulation_says_the_budgets_of_its_plan() -> None:
 
 
 def test_costs_can_be_shared_between_plans() -> None:
-    costs = Costs(CHAIN, MACHINE)
+    costs = Costs(CHAIN, MACHINE, Masters.WHOLE)
     plan = roomy(CHAIN)
     assert simulate(CHAIN, MACHINE, plan, costs=costs) == simulate(CHAIN, MACHINE, plan)
 
@@ -100,7 +101,7 @@ def test_a_resident_model_moves_nothing() -> None:
     assert made.busy[Lane.STALL] == 0
     # Alone on its lane, a step is the sum of its ops and its updates.
     program = lower(CHAIN, plan)
-    costs = Costs(CHAIN, MACHINE)
+    costs = Costs(CHAIN, MACHINE, Masters.WHOLE)
     last = [a for a in program.actions if a.step == program.steps - 1]
     assert made.step_seconds == pytest.approx(sum(costs.action(a) for a in last))
     assert sum(a.nbytes for a in last if a.verb is Verb.UPDATE) == made.moved[Lane.COMPUTE]

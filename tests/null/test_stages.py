@@ -12,11 +12,12 @@ from forebay.servers import Server
 from forebay.simulation import Costs
 from forebay.simulation.stages import Stage, stages_of
 from forebay.simulation.swapping import alike, wrapped
+from forebay.states import Masters
 from forebay.timeline import Lane
 from tests.null.planning import chain, machine
 from tests.null.simulating import MACHINE, RATE, seconds_trace
 
-COSTS = Costs(seconds_trace([1.0]), MACHINE)
+COSTS = Costs(seconds_trace([1.0]), MACHINE, Masters.WHOLE)
 ALONE = Server((0,), 1e12)
 
 
@@ -128,7 +129,7 @@ def test_one_device_that_is_alike_is_one_that_is_wrapped() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_stages_are_all_of_the_model_in_even_parts(count: int) -> None:
     trace = chain(8)
-    costs = Costs(trace, machine())
+    costs = Costs(trace, machine(), Masters.WHOLE)
     stages = stages_of(costs, count)
     assert len(stages) == count
     assert sum(one.parameters for one in stages) == sum(block.nbytes for block in trace.model.blocks)
@@ -141,7 +142,7 @@ def test_stages_are_all_of_the_model_in_even_parts(count: int) -> None:
 @pytest.mark.parametrize("count", [0, 9])
 def test_no_more_stages_than_blocks(count: int) -> None:
     with pytest.raises(ConfigError, match="8 blocks"):
-        stages_of(Costs(chain(8), machine()), count)
+        stages_of(Costs(chain(8), machine(), Masters.WHOLE), count)
 
 
 def test_what_makes_no_sense() -> None:

@@ -9,7 +9,7 @@ import pytest
 from forebay.errors import ConfigError
 from forebay.machine import Machine
 from forebay.simulation.costs import Costs
-from forebay.states import Moments, moment_states, update_kind
+from forebay.states import Masters, Moments, moment_states, update_kind
 from forebay.trace import Block, Model, Parameter
 from tests.null.simulating import MACHINE, RATE, seconds_trace, update
 
@@ -23,7 +23,7 @@ def costs(states: tuple[str, ...], machine: Machine = MACHINE, dtype: str = "flo
     itemsize = 4 if dtype == "float32" else 2
     parameter = Parameter("w", (numel,), (1,), dtype, numel * itemsize, 0, True)
     model = Model((Block("b", (parameter,), ("b",), parameter.nbytes),) if numel else ())
-    return Costs(replace(seconds_trace([], state_names=states), model=model), machine)
+    return Costs(replace(seconds_trace([], state_names=states), model=model), machine, Masters.WHOLE)
 
 
 def known(states: tuple[str, ...], elements: float) -> Machine:

@@ -11,6 +11,7 @@ from torch import nn
 import forebay
 from forebay.runtime.blocks import find_blocks
 from forebay.simulation import Costs, together
+from forebay.states import Masters
 from forebay.timeline import Lane
 from tests.null.planning import machine
 from tests.parity.accumulating import loss_of, moved, opened
@@ -71,7 +72,7 @@ def test_as_many_bytes_cross_as_foretold(name: str) -> None:
     case = CASES[name]
     plan = plan_for(case, torch.float32, (), resident=False, slots=2)
     trace = trace_of(case, torch.float32)
-    foretold = together(plan, Costs(trace, machine(kind="cpu")), MANY).moved
+    foretold = together(plan, Costs(trace, machine(kind="cpu"), Masters.WHOLE), MANY).moved
     with opened(case, torch.float32, plan=plan, device_memory=AMPLE) as (model, optimizer):
         for _ in range(3):
             found = crossed(model, optimizer, case, MANY)

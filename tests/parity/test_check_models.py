@@ -15,7 +15,8 @@ from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.profiler.capture import capture
 from forebay.program import Verb
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.trace import Trace
 from forebay.treatments import Fate
 from tests.null.corruptions import drop_landing, drop_update, wrong_use
@@ -85,7 +86,7 @@ def test_what_is_passed_over_makes_room(name: str, windows: tuple[int, int]) -> 
     plan = replace(plan, streaming=replace(plan.streaming, offload_window=windows[0], reload_window=windows[1]))
     program = lower(trace, plan)
     assert any(a.verb is Verb.RELOAD and a.ops[0] for a in program.actions)
-    usage = play(program, trace, MACHINE).usage(Tier.DEVICE)
+    usage = play(program, Costs(trace, MACHINE, Masters.WHOLE)).usage(Tier.DEVICE)
     plan = exact(trace, plan)
     check(trace, MACHINE, plan, program)
     assert usage.peak <= plan.device

@@ -13,7 +13,8 @@ from forebay.budgets import DiskBudget
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
 from forebay.plans import Plan
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Split, Treatment
@@ -115,7 +116,7 @@ def test_the_program_is_what_the_runtime_does(
     assert timeline.counters["activations_kept"] == 0
     # The workspace of the codec is counted at its most.
     workspace = max((move.codes.workspace for move in moves if move.codes is not None), default=0)
-    simulated = peak(play(program, trace, roomy_machine("cpu")))
+    simulated = peak(play(program, Costs(trace, roomy_machine("cpu"), Masters.WHOLE)))
     assert simulated - workspace <= peak(timeline) <= simulated <= device_bound(trace, plan)
     disk = timeline.usage(Tier.DISK)
     assert disk.peak == plan.disk

@@ -14,7 +14,8 @@ from forebay.checking import check
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.plans import Plan
 from forebay.program import Verb
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
@@ -74,6 +75,6 @@ def test_only_what_is_true_or_false_becomes_a_mask(fate: Fate, recompute: bool, 
     assert timeline.counters["activations_kept"] == 0
     # The workspace of the codec is counted at its most.
     workspace = max(move.codes.workspace for move in moves if move.codes is not None)
-    simulated = peak(play(program, trace, MACHINE))
+    simulated = peak(play(program, Costs(trace, MACHINE, Masters.WHOLE)))
     assert simulated - workspace <= peak(timeline) <= simulated <= device_bound(trace, plan)
     forebay.close(assert_same(case, plan, kept=0))

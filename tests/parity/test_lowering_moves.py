@@ -18,7 +18,8 @@ from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.program import Program, Verb
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.timeline import Lane, Timeline
 from forebay.trace import Trace
 from forebay.treatments import Fate
@@ -92,6 +93,10 @@ def ran(
     return found.timeline, by_lane(found.last)
 
 
+def played(program: Program, trace: Trace) -> Timeline:
+    return play(program, Costs(trace, roomy_machine("cpu"), Masters.WHOLE))
+
+
 def peak(timeline: Timeline) -> int:
     return timeline.peaks[Tier.DEVICE]
 
@@ -116,7 +121,7 @@ def test_the_program_is_what_the_runtime_does(name: str, kind: str, resident: bo
     assert sorted(said[Lane.H2D]) == sorted(did[Lane.H2D])
     assert bool(only(said[Lane.H2D], "reload")) is (kind != "keep")
     assert timeline.counters["activations_kept"] == 0
-    assert peak(play(program, trace, roomy_machine("cpu"))) == peak(timeline) <= device_bound(trace, plan)
+    assert peak(played(program, trace)) == peak(timeline) <= device_bound(trace, plan)
 
 
 @pytest.mark.thinned(4)
@@ -143,7 +148,7 @@ def test_two_passes_of_a_step(kind: str, resident: bool, windows: tuple[int, int
     said = lowered(program)
     assert said[Lane.D2H] == did[Lane.D2H]
     assert sorted(said[Lane.H2D]) == sorted(did[Lane.H2D])
-    assert peak(play(program, trace, roomy_machine("cpu"))) == peak(timeline) <= device_bound(trace, plan)
+    assert peak(played(program, trace)) == peak(timeline) <= device_bound(trace, plan)
 
 
 def groups(program: Program, wanted: Callable[[Verb], bool]) -> list[list[str]]:
@@ -204,6 +209,6 @@ def test_what_is_named_after_the_last_save_is_there_until_forward_is_over() -> N
         chosen = treated(plan, dict.fromkeys(named, Fate.KEEP))
         timeline, _ = ran(case, chosen)
         peaks.append(peak(timeline))
-        assert peak(play(lower(trace, chosen), trace, roomy_machine("cpu"))) == peaks[-1] <= device_bound(trace, chosen)
+        assert peak(played(lower(trace, chosen), trace)) == peaks[-1] <= device_bound(trace, chosen)
         check(trace, roomy_machine("cpu"), replace(chosen, device=device_bound(trace, chosen)))
     assert peaks[1] - peaks[0] == 65_536 + 8_192

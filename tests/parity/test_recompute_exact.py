@@ -27,7 +27,8 @@ from forebay.plans import Plan
 from forebay.profiler.capture import capture
 from forebay.profiler.work import is_view
 from forebay.program import Program
-from forebay.simulation import play
+from forebay.simulation import Costs, play
+from forebay.states import Masters
 from forebay.trace import NO_SAVES, Phase, Trace
 from tests.null.strategies import roomy_machine
 from tests.parity.compare import adamw
@@ -151,7 +152,7 @@ def _overload(name: str) -> Any:
 def test_ops_and_peak(name: str, every: int) -> None:
     trace, plan, program = foretold(name, every)
     ran, peak = trained(name, plan)
-    usage = play(program, trace, roomy_machine(trace.device)).usage(Tier.DEVICE)
+    usage = play(program, Costs(trace, roomy_machine(trace.device), Masters.WHOLE)).usage(Tier.DEVICE)
     assert usage.peak == peak
     expected = in_program(trace, program)
     # A recomputation works on copies of the block's buffers: three of a batch norm. Of the one that its forward changes

@@ -30,6 +30,7 @@ from forebay.profiler.stopwatch import Stopwatch
 from forebay.profiler.timing import Timed, TimingPolicy, arguments, time_each, waited
 from forebay.profiler.work import Call, TensorSpec
 from forebay.simulation.costs import Costs
+from forebay.states import Masters
 
 LINK = Link(Curve(((1 << 20, 8e9),)), 1e-5)
 
@@ -184,7 +185,7 @@ def test_what_cannot_run_alone_is_left_to_the_roofline(captured: Captured) -> No
     found = timed(replace(captured, calls=calls), Scripted(), TimingPolicy(total=1e3))
     assert set(found.alone) == {refusing, sparse, foreign, opaque} and not ran
     assert set(found.seconds) == moving(captured) - set(chosen[:5])
-    costs = Costs(captured.trace, replace(MACHINE, op_seconds=found.seconds))
+    costs = Costs(captured.trace, replace(MACHINE, op_seconds=found.seconds), Masters.WHOLE)
     sources = {w.signature: costs.work(i).source for i, w in enumerate(captured.trace.works)}
     assert {sources[s] for s in chosen[:5]} == {"roofline"}
     assert sources[chosen[5]] == "measured"
@@ -197,7 +198,7 @@ def test_the_budget_holds_and_the_heaviest_come_first(captured: Captured, total:
     found = timed(captured, watch, TimingPolicy(total=total, share=0.25))
     # Making arguments is part of it. The last op may begin a run with next to nothing left.
     assert total <= watch.runs * each <= total + each
-    costs = Costs(captured.trace, MACHINE)
+    costs = Costs(captured.trace, MACHINE, Masters.WHOLE)
     weight: Counter[str] = Counter()
     for _, _, op in captured.trace.ops():
         weight[captured.trace.works[op.work].signature] += costs.work(op.work).seconds  # type: ignore[assignment]

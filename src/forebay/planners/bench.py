@@ -297,8 +297,7 @@ class Bench:
         draft, costs = Draft.of(plan), self.costs
         if self._latest is None or self._latest[0] != draft:
             program = lower(costs.trace, plan, liveness=self.liveness, sizes=self.arenas(draft))
-            settled = not plan.streaming.overlap_update
-            timeline = play(program, costs.trace, costs.machine, costs=costs, settled=settled)
+            timeline = play(program, costs, settled=not plan.streaming.overlap_update)
             self._latest = draft, program, timeline
         return self._latest[1:]
 

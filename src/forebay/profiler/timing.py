@@ -27,6 +27,7 @@ from forebay.machine import Machine
 from forebay.profiler.stopwatch import Stopwatch
 from forebay.profiler.work import Call, TensorSpec
 from forebay.simulation.costs import Costs
+from forebay.states import Masters
 from forebay.trace import Trace, Work
 
 __all__ = ["Timed", "TimingPolicy", "arguments", "time_each", "time_ops", "waited"]
@@ -163,7 +164,7 @@ def _by_weight(trace: Trace, machine: Machine) -> list[tuple[Work, float]]:
     times: Counter[int] = Counter()
     for visit in trace.visits:
         times.update(per_segment[visit.segment])
-    costs = Costs(trace, machine)
+    costs = Costs(trace, machine, Masters.WHOLE)  # of ops alone, for which masters are nothing
     order = sorted(times, key=lambda index: -times[index] * costs.work(index).seconds)
     return [(trace.works[index], costs.work(index).seconds) for index in order if trace.works[index].nbytes]
 

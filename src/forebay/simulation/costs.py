@@ -115,13 +115,14 @@ def coding_signature(codes: Codes, *, encode: bool) -> str:
 
 @final
 class Costs:
-    """What the ops of ``trace`` and the actions of its programs take on ``machine``, each alone.
+    """What the ops of ``trace`` and the actions of its programs take on ``machine``, each alone, where fp32 masters are
+    kept as ``masters`` says (``Streaming.masters`` of the plan).
 
     On ``cpu`` the host's work for an op (``launch_seconds``) and the kernel follow each other; elsewhere the host
     works ahead, and an op takes the longer of the two. What was measured has the host's work in it.
     """
 
-    def __init__(self, trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> None:
+    def __init__(self, trace: Trace, machine: Machine, masters: Masters) -> None:
         self.trace = trace
         self.machine = machine
         self.update_rate = update_rate(trace, machine, masters)

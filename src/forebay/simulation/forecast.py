@@ -79,11 +79,12 @@ def simulate(
     """What happens when ``machine`` trains with ``plan`` on batches like that of ``trace``.
 
     A step has ``micro_batches`` forward and backward passes. The accounts of the tiers have the limits of the plan's
-    budget, which nothing here enforces: ``forebay.checking`` does. ``costs`` are those of the trace on the machine,
-    for who simulates many plans. Raises what lowering the plan raises, ``PlanInvalid`` and ``ConfigError``.
+    budget, which nothing here enforces: ``forebay.checking`` does. ``costs`` are those of the trace on the machine
+    with masters as the plan keeps them, for who simulates many plans. Raises what lowering the plan raises,
+    ``PlanInvalid`` and ``ConfigError``.
     """
     program = lower(trace, plan, micro_batches=micro_batches)
-    return _played(program, trace, machine, plan, costs, levels=True)
+    return _played(program, plan, costs or Costs(trace, machine, plan.streaming.masters), levels=True)
 
 
 def limits(trace: Trace, machine: Machine, plan: Plan, *, micro_batches: int = 1) -> dict[Lane, float]:
@@ -100,9 +101,9 @@ def forecast(
     trace: Trace, machine: Machine, plan: Plan, *, micro_batches: int = 1, costs: Costs | None = None
 ) -> Forecast:
     """``simulate``, summed up."""
-    costs = costs or Costs(trace, machine)
+    costs = costs or Costs(trace, machine, plan.streaming.masters)
     program = lower(trace, plan, micro_batches=micro_batches)
-    return summarise(_played(program, trace, machine, plan, costs), program, costs)
+    return summarise(_played(program, plan, costs), program, costs)
 
 
 def summarise(timeline: Timeline, program: Program, costs: Costs) -> Forecast:
@@ -129,11 +130,8 @@ def summarise(timeline: Timeline, program: Program, costs: Costs) -> Forecast:
     )
 
 
-def _played(
-    program: Program, trace: Trace, machine: Machine, plan: Plan, costs: Costs | None, *, levels: bool = False
-) -> Timeline:
-    settled = not plan.streaming.overlap_update
-    timeline = play(program, trace, machine, costs=costs, settled=settled, levels=levels)
+def _played(program: Program, plan: Plan, costs: Costs, *, levels: bool = False) -> Timeline:
+    timeline = play(program, costs, settled=not plan.streaming.overlap_update, levels=levels)
     budget = plan.budget
     allowed = {
         Tier.DEVICE: budget.device,

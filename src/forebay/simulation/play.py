@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import final
 
 from forebay.errors import PlanInvalid
-from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.program import Program, Sketch, Verb
 from forebay.simulation.account import DeviceAccount, standing_usages, with_compute
@@ -16,32 +15,22 @@ from forebay.simulation.clock import COMPUTE, Clock, Witness
 from forebay.simulation.costs import Costs
 from forebay.simulation.score import Score
 from forebay.timeline import Event, Lane, Level, Timeline, typical_seconds
-from forebay.trace import Trace
 
 __all__ = ["pace", "play", "settled_seconds", "step_seconds_of"]
 
 
-def play(
-    program: Program,
-    trace: Trace,
-    machine: Machine,
-    *,
-    costs: Costs | None = None,
-    settled: bool = False,
-    levels: bool = False,
-) -> Timeline:
-    """What happens when ``machine`` runs ``program``, which was lowered from ``trace``.
+def play(program: Program, costs: Costs, *, settled: bool = False, levels: bool = False) -> Timeline:
+    """What happens when the machine of ``costs`` runs ``program``, which was lowered from their trace.
 
     The timeline has one event for each action, and a ``STALL`` wherever compute waits. ``step_seconds`` are those
     that the runtime measures: a step lasts from the end of the step before it (the first: from the start) to the
     end of the optimizer's step call, which waits for compute, and with ``settled`` (updates that do not overlap) for
-    every update and every write to disk too. ``costs`` are those of the trace on the machine, if the caller has
-    them. The accounts of the tiers have no limit. ``levels``: what the device holds over time is noted too.
+    every update and every write to disk too. The accounts of the tiers have no limit. ``levels``: what the device
+    holds over time is noted too.
 
     Raises ``PlanInvalid`` for an action that waits for one after it or runs on no lane, ``ConfigError`` for a disk
     that is not there.
     """
-    costs = costs or Costs(trace, machine)
     _refuse_unplayable(program)
     score = Score.of(program, costs, settled=settled)
     account = DeviceAccount(program.standing.get(Tier.DEVICE, {}))

@@ -51,7 +51,7 @@ HOST_FLOPS = 4e11
 with instructions for bf16 and what they reach in fp32, without (docs/log.md, 2026-11-29)."""
 
 
-def update_rate(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
+def update_rate(trace: Trace, machine: Machine, masters: Masters) -> float:
     """Bytes/s of an update on the host: those of the bytes, or what as many elements a second move where cores bind.
 
     With the lower halves of masters an element is taken to be updated in the time that it takes with whole ones: it
@@ -133,7 +133,7 @@ def _muon_rate(blocks: Sequence[Block], states: tuple[str, ...], machine: Machin
     return touched(blocks, states) / seconds
 
 
-def rate_on_device(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
+def rate_on_device(trace: Trace, machine: Machine, masters: Masters) -> float:
     """Bytes/s of an update on the device, by torch's ops. Where the device is the host's processor, what is on it is
     updated as at home: at the bytes/s of its memory."""
     blocks, states = trace.model.blocks, trace.state_names

@@ -14,6 +14,7 @@ from forebay.planners.activations.literature.moments import Idle
 from forebay.planners.activations.literature.tsplit import PARTS, Bottlenecks, share
 from forebay.plans import Plan
 from forebay.simulation import Costs
+from forebay.states import Masters
 from forebay.treatments import Split
 from tests.null.literature.graphs import layers_in
 from tests.null.literature.test_literature_policies import TRACE, made, moved, tight
@@ -21,7 +22,7 @@ from tests.null.planning import asked, chain, machine
 
 TURN, OPS = 100.0, 20
 LAYER = layers_in(chain(1))[0]
-COSTS = Costs(chain(1), replace(machine(), device_bandwidth=1e3))
+COSTS = Costs(chain(1), replace(machine(), device_bandwidth=1e3), Masters.WHOLE)
 """A thousand bytes a second on the device, so that what stays of a tensor costs a little."""
 
 

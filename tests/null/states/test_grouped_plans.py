@@ -18,6 +18,7 @@ from forebay.planners.room import leave_room
 from forebay.planning import assess
 from forebay.plans import Plan, Update
 from forebay.simulation import Costs, simulate, together
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
@@ -100,7 +101,7 @@ def test_where_nothing_fits_it_says_what_would(policy: str) -> None:
 @pytest.mark.parametrize("policy", GROUPED)
 def test_a_layer_comes_twice_a_step_however_many_micro_batches(policy: str) -> None:
     """Forward and backward; what is still there when it is asked for again comes once."""
-    plan, costs = replace(made(policy), accumulation=None), Costs(TRACE, ON)
+    plan, costs = replace(made(policy), accumulation=None), Costs(TRACE, ON, Masters.WHOLE)
     two, eight = (together(plan, costs, count).moved for count in (2, 8))
     activations = plan.streaming.host_activations
     for count, moved in ((2, two), (8, eight)):
@@ -118,7 +119,7 @@ def test_harmony_updates_a_layer_right_after_its_backward_where_that_is_faster()
     slow = machine(update=1e8)
     plan = made("harmony", on=slow)
     assert plan.updated(Update.AHEAD) == NAMES
-    costs = Costs(TRACE, slow)
+    costs = Costs(TRACE, slow, Masters.WHOLE)
     assert seconds(plan) < together(updating(plan, Update.AHEAD), costs, COUNT).seconds
     assert seconds(plan) < seconds(made("mobius", on=slow))
 
@@ -129,7 +130,7 @@ def test_mobius_has_as_many_layers_on_the_device_as_are_fastest() -> None:
     plan = made("mobius", on=slow)
     count = len(plan.streaming.slots)
     assert count > 2 and plan.streaming.prefetch_distance == count - 1
-    costs = Costs(TRACE, slow)
+    costs = Costs(TRACE, slow, Masters.WHOLE)
     fewer = replace(plan, streaming=replace(plan.streaming, slots=(BLOCK, BLOCK), prefetch_distance=1))
     assert seconds(plan) < together(fewer, costs, COUNT).seconds
     assert not plan.updated(Update.AHEAD) and not plan.streaming.overlap_update

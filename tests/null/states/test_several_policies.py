@@ -13,6 +13,7 @@ from forebay.planners import PLANNERS, SEVERAL, STATES, make_plan
 from forebay.planners.states import tmo_plans
 from forebay.planners.states.tmo import swapped_blocks
 from forebay.simulation import Costs, side_by_side
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.units import format_enough
 from tests.null.planning import ENOUGH, asked, chain, machine
@@ -75,7 +76,7 @@ def test_in_turns_is_never_the_slower_and_never_faster_than_a_channel_for_all(sh
     """Where devices share a channel fairly, what orders their copies moves no byte less: it is worth what of them then
     hides under computation."""
     on = replace(ON, compute={"float32": 1e9})
-    wanted, costs = asked(TRACE, on, device=device(share)), Costs(TRACE, on)
+    wanted, costs = asked(TRACE, on, device=device(share)), Costs(TRACE, on, Masters.WHOLE)
     plans = tmo_plans(wanted, 2, disjoint=False)
     oblivious = side_by_side(plans, costs, STEPS, channel=LINK, in_turns=False)
     in_turns = side_by_side(plans, costs, STEPS, channel=LINK, in_turns=True)

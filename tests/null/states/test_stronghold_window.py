@@ -14,6 +14,7 @@ from forebay.planners.parts import KEPT, Level
 from forebay.planners.states.stronghold import LEAST, Use, uses, window
 from forebay.plans import Plan
 from forebay.simulation import Costs
+from forebay.states import Masters
 from forebay.trace import Phase
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.states.test_state_policies import ends_trace
@@ -64,7 +65,7 @@ def test_no_window_hides_what_takes_longer_than_all_layers() -> None:
 
 
 def test_backward_of_a_block_that_runs_again_is_longer_by_its_forward() -> None:
-    costs = Costs(TRACE, machine())
+    costs = Costs(TRACE, machine(), Masters.WHOLE)
     kept, again = uses(costs, KEPT), uses(costs, Level((BLOCK.name,)))
     segment = next(v for v in TRACE.visits if v.block == BLOCK.name and v.phase is Phase.FORWARD)
     more = costs.ops(segment.first_op, segment.first_op + TRACE.segments[segment.segment].saves_until)
@@ -74,7 +75,7 @@ def test_backward_of_a_block_that_runs_again_is_longer_by_its_forward() -> None:
 
 def test_the_plan_has_the_least_window_and_one_less_is_late() -> None:
     """Slow enough for more than the least, fast enough for less than all."""
-    costs = Costs(TRACE, machine())
+    costs = Costs(TRACE, machine(), Masters.WHOLE)
     runs = uses(costs, KEPT)
     for share in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4):
         on = machine(h2d=share * BLOCK.nbytes / (runs[1].end - runs[1].start), d2h=1e12)
