@@ -118,16 +118,34 @@ def test_what_a_plan_needs_that_is_known_is_not_asked_for_again() -> None:
     assert len(made) > 1 and all(limit < made[0][1].device for limit, _ in made[1:])
 
 
-def test_where_there_can_be_no_room_one_plan_is_made() -> None:
-    device, made = planned("stream-recompute").device, list[Problem]()
+def test_where_there_can_be_no_room_none_is_sought() -> None:
+    """One plan with all that is allowed, and the leanest, for what is said: asked for with nothing first."""
+    device, made = planned("stream-recompute").device, list[int]()
 
     def counted(problem: Problem, bench: Bench) -> Plan:
-        made.append(problem)
+        made.append(problem.limit(Tier.DEVICE))
         return auto(problem, bench)
 
     with pytest.raises(NoRoomTogether):
         leave_room(asked(TRACE, machine(), device=device), 64, counted)
-    assert len(made) == 1
+    assert len(made) == 3 and made[:2] == [device, 1]
+
+
+@pytest.mark.parametrize("policy", ["stream", "stream-recompute"])
+def test_what_is_needed_is_enough(policy: str) -> None:
+    """There it takes the leanest plan, which is the only one for just so much of the device: any more goes to a window,
+    and no search comes upon it."""
+
+    def make(problem: Problem, bench: Bench) -> Plan:
+        return make_plan(problem, policy, bench)
+
+    with pytest.raises(DoesNotFit) as one:
+        leave_room(asked(TRACE, machine(), device=1), COUNT, make)
+    with pytest.raises(NoRoomTogether) as several:
+        leave_room(asked(TRACE, machine(), device=one.value.needed), COUNT, make)
+    needed = several.value.needed
+    plan = leave_room(asked(TRACE, machine(), device=needed), COUNT, make).plan
+    assert of(plan).needed(Tier.DEVICE, COUNT) <= needed
 
 
 def test_a_bench_for_other_limits_knows_what_does_not_depend_on_them() -> None:

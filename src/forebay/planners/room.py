@@ -11,6 +11,7 @@ from forebay.lowering import accumulation_of
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import leanest, narrow
 from forebay.planners.bench import Bench
+from forebay.planners.nearest import with_larger
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import least_device, levels
 from forebay.plans import Plan
@@ -66,7 +67,10 @@ def leave_room(problem: Problem, micro_batches: int, make: Make) -> Room:
         return Room(_told(plan, micro_batches, bench), bench, alone, bench)
     found = None if _never(problem, micro_batches, bench) else _within(problem, micro_batches, make, alone, bench, over)
     if found is None:
-        raise _refusal(problem, micro_batches, over, alone)
+        found = _leanest(problem, make, bench, over) or (plan, bench)
+        taken = _taken(problem, found[0], micro_batches, found[1])
+        if max(taken.values()) > 1:
+            raise _refusal(problem, micro_batches, taken, alone)
     plan, bench = found
     return Room(_told(replace(plan, budget=problem.budget), micro_batches, bench), bench, alone, alone_bench)
 
@@ -111,6 +115,22 @@ def _within(
         part = (1 - CLOSE / 2 - below) / (above - below) if below else 0.5
         share = low + max(0.0, high - low) * min(1 - EDGE, max(EDGE, part))
     return found
+
+
+def _leanest(problem: Problem, make: Make, known: Bench, tiers: Collection[Tier]) -> tuple[Plan, Bench] | None:
+    """The plan for the least of ``tiers`` that ``make`` makes one with, and the bench that it was made on; None where
+    that takes more of a tier than is allowed. ``_within`` may miss it: it is the only plan for just so much."""
+    asked = _scaled(problem, 0.0, tiers)
+    for _ in range(len(TIERS) + 1):  # what each tier needs is known once it has refused
+        bench = known.with_limits(asked)
+        try:
+            return make(asked, bench), bench
+        except DoesNotFit as error:
+            tier = Tier(error.tier)
+            if error.needed > problem.limit(tier):
+                break
+            asked = with_larger(asked, tier, error.needed)
+    return None
 
 
 def _needed(problem: Problem, plan: Plan, tiers: Collection[Tier]) -> float:
@@ -160,10 +180,10 @@ def _told(plan: Plan, micro_batches: int, bench: Bench) -> Plan:
     return replace(plan, reasons=(*plan.reasons, reason))
 
 
-def _refusal(problem: Problem, micro_batches: int, over: Mapping[Tier, float], alone: Plan) -> NoRoomTogether:
-    tier = max(over, key=lambda one: over[one])
+def _refusal(problem: Problem, micro_batches: int, taken: Mapping[Tier, float], alone: Plan) -> NoRoomTogether:
+    tier = max(taken, key=lambda one: taken[one])
     allowed = problem.limit(tier)
-    needed = int(over[tier] * allowed) + 1
+    needed = int(taken[tier] * allowed) + 1
     shown = format_apart(needed, allowed)
     return NoRoomTogether(
         f"no plan leaves room for {micro_batches} micro-batches at a time; use fewer, or none. {tier.value}: they take "
