@@ -174,6 +174,10 @@ def test_no_plan_leaves_room() -> None:
     with pytest.raises(DoesNotFit) as without:
         leave_room(asked(TRACE, machine(), device=1024), COUNT, auto)
     assert "no plan leaves room" not in str(without.value)
+    assert f"one micro-batch at a time, and {COUNT} together take more. What would fit: " in str(without.value)
+    with pytest.raises(DoesNotFit) as single:
+        leave_room(asked(TRACE, machine(), device=1024), 1, auto)
+    assert "micro-batch" not in str(single.value)
 
 
 def test_micro_batches_that_cannot_be_planned_for() -> None:

@@ -58,7 +58,8 @@ def refused(
     staying: Sequence[Level] = (),
     more: Iterable[Remedy] = (),
 ) -> DoesNotFit:
-    """``error`` with the nearest things that would fit, ``more`` among them; ``draft`` is what it speaks of.
+    """``error`` with the nearest things that would fit, ``more`` among them; ``draft`` is what it speaks of. Figures
+    are those of one micro-batch at a time.
 
     ``house`` is how the policy finds homes (None: on the host and, as far as need be, on disk). ``staying`` are the
     levels with which it keeps everything on the device where there is room; none: it never does, or not surely.
@@ -81,6 +82,8 @@ def refused(
     remedies.extend(more)
     remedies.extend(_smaller_optimizer(bench, draft, tier))
     message = str(error)
+    if problem.micro_batches > 1:
+        message += f"; all this is for one micro-batch at a time, and {problem.micro_batches} together take more"
     if problem.trace is not None:
         message += f". What would fit: {'; or '.join(remedy.words for remedy in remedies)}"
     return DoesNotFit(message, tier=error.tier, needed=error.needed, allowed=error.allowed, nearest=tuple(remedies))
