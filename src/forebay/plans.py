@@ -12,7 +12,7 @@ from forebay.calls import CHECKSUMS, Calls
 from forebay.errors import ConfigError
 from forebay.layout import PAGE
 from forebay.machine import SPARED_CORES
-from forebay.memory import Tier
+from forebay.memory import ALIGNMENT, Tier
 from forebay.states import Masters
 from forebay.trace import Leaves
 from forebay.treatments import Selection, Treatment
@@ -127,9 +127,10 @@ def used_up(placements: Iterable[Placement], *, resident: bool) -> tuple[str, ..
 class Streaming:
     """How blocks that are not at home on the device pass through it.
 
-    ``slots`` are device buffers (bytes each, largest first); a block takes the smallest free one that holds it.
-    ``host_slots`` are the same on the host for blocks whose parameters live on disk. ``prefetch_distance`` counts
-    blocks ahead in the recorded order. ``gradient_window`` caps the bytes of gradients on their way to the host.
+    ``slots`` are device buffers (bytes each, largest first, multiples of 64); a block takes the smallest free one that
+    holds it. ``host_slots`` are the same on the host, in whole pages, for blocks whose parameters live on disk.
+    ``prefetch_distance`` counts blocks ahead in the recorded order. ``gradient_window`` caps the bytes of gradients on
+    their way to the host.
     ``offload_window`` caps the bytes of activations on their way to the host, ``reload_window`` those that are on the
     device again before backward asks for them; ``host_activations`` are the bytes of the arena on the host that
     offloaded activations of one micro-batch take. ``disk_activations`` are those of the file for activations on disk,
@@ -141,7 +142,7 @@ class Streaming:
     ``update_chunk`` is the number of elements that one update job reads, updates and writes back. ``update_window`` are
     the bytes on the device through which blocks pass that are updated there and not at home there (``Update.DEVICE``):
     as many chunks at a time as it holds, beside the gradients that one of them widens. ``gradient_slots`` are buffers
-    on the host (bytes each, largest first) through which the gradients of blocks pass that are updated in backward
+    on the host (as ``slots``) through which the gradients of blocks pass that are updated in backward
     (``Update.BACKWARD``) and are not resident. ``overlap_update`` lets the updates of later blocks run under the next
     forward, and beside compute they have all cores of the host but ``spared_cores``. ``delay_after`` (None: never) is
     the number of steps after which updates are delayed: that of a step then runs under forward and backward of the next
@@ -187,6 +188,7 @@ class Streaming:
         if self.disk_copies not in (1, 2):
             raise ConfigError(f"disk_copies must be 1 or 2, got {self.disk_copies}")
         self._check_changes()
+        self._check_slots()
         for name, nbytes in (
             ("gradient_window", self.gradient_window),
             ("offload_window", self.offload_window),
@@ -203,13 +205,18 @@ class Streaming:
                 raise ConfigError(f"the block of {name} must be whole pages of {PAGE} bytes, got {calls.block}")
         if self.disk_window % PAGE:
             raise ConfigError(f"disk_window must be whole pages of {PAGE} bytes, got {self.disk_window}")
-        for name, sizes in (
-            ("slots", self.slots),
-            ("host_slots", self.host_slots),
-            ("gradient_slots", self.gradient_slots),
+
+    def _check_slots(self) -> None:
+        """Raises for sizes of slots that are none."""
+        for name, sizes, unit in (
+            ("slots", self.slots, ALIGNMENT),
+            ("host_slots", self.host_slots, PAGE),
+            ("gradient_slots", self.gradient_slots, ALIGNMENT),
         ):
             if any(size <= 0 for size in sizes) or list(sizes) != sorted(sizes, reverse=True):
                 raise ConfigError(f"{name} must be positive sizes in bytes, largest first, got {sizes}")
+            if any(size % unit for size in sizes):  # they lie one behind the other in an arena
+                raise ConfigError(f"{name} must be multiples of {unit} bytes, got {sizes}")
 
     def _check_changes(self) -> None:
         """Raises for numbers of steps, or a ``gradient_density``, that are none."""

@@ -112,8 +112,8 @@ def test_recomputation_names_blocks_that_there_are() -> None:
 
 def test_a_slot_that_is_too_small_is_said() -> None:
     """A block has 32 * 32 * 4 bytes."""
-    streaming = replace(PLAN.streaming, slots=(4095,))
-    with pytest.raises(PlanInvalid, match="slot of 4096 bytes and the largest has 4095") as caught:
+    streaming = replace(PLAN.streaming, slots=(4032,))
+    with pytest.raises(PlanInvalid, match="slot of 4096 bytes and the largest has 4032") as caught:
         check(TRACE, MACHINE, replace(PLAN, streaming=streaming))
     assert caught.value.subject == "b0"
     on_disk = roomy(TRACE, (Tier.DISK, Tier.HOST, Tier.HOST))

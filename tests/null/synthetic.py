@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from forebay.budgets import Budget, DiskBudget
 from forebay.layout import align
+from forebay.memory import ALIGNMENT
 from forebay.planners import Problem
 from forebay.trace import Block, Footprint, Model, Parameter
 
@@ -25,7 +26,7 @@ def block(name: str, *parameters: tuple[tuple[int, ...], str, bool], held: bool 
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
         specs.append(Parameter(f"{name}.{i}", shape, stride, dtype, nbytes, end, trainable))
         end += align(nbytes)
-    return Block(name, tuple(specs), (name,), max(end, 1), held)
+    return Block(name, tuple(specs), (name,), max(end, ALIGNMENT), held)
 
 
 def problem(

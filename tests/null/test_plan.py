@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
+from forebay.layout import PAGE
 from forebay.memory import Tier
 from forebay.plans import PLAN_SCHEMA, Placement, Plan, Streaming, Update, updated, used_up
 from forebay.units import GiB, MiB
@@ -45,7 +46,7 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement(block, draw(HOMES), Tier.HOST, states, draw(st.sampled_from(able)))
 
 
-SIZES = st.lists(st.integers(1, 2**50), max_size=4).map(lambda sizes: tuple(sorted(sizes, reverse=True)))
+SIZES = st.lists(st.integers(1, 2**50), max_size=4).map(lambda n: tuple(sorted((PAGE * i for i in n), reverse=True)))
 BYTES = st.integers(1, 2**60)
 PLANS = st.builds(
     Plan,
@@ -174,6 +175,9 @@ def test_an_impossible_placement_is_refused(parameters: Tier, gradients: Tier, s
         ({"slots": (1, 2)}, "slots must be positive sizes"),
         ({"slots": (2, 0)}, "slots must be positive sizes"),
         ({"host_slots": (1, 2)}, "host_slots must be positive sizes"),
+        ({"slots": (128, 65)}, r"^slots must be multiples of 64 bytes, got \(128, 65\)"),
+        ({"gradient_slots": (63,)}, r"gradient_slots must be multiples of 64 bytes, got \(63,\)"),
+        ({"host_slots": (8192, 64)}, r"host_slots must be multiples of 4096 bytes, got \(8192, 64\)"),
     ],
 )
 def test_impossible_streaming_is_refused(wrong: dict[str, Any], why: str) -> None:

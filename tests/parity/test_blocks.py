@@ -213,6 +213,11 @@ def test_frozen_parameters_may_have_any_dtype() -> None:
     assert not specs["table"].trainable and not specs["codes"].trainable
 
 
+def test_a_block_without_elements_has_a_place_in_a_slot() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(0), nn.Linear(8, 8))
+    assert found(model)["1"].nbytes == ALIGNMENT
+
+
 def test_modules_of_torchscript_are_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
     for scripted, what in ((model, "module 1"), (torch.jit.trace(nn.Linear(8, 8), torch.ones(1, 8)), "the model")):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from forebay.device.compiling import compiled_modules, refuse_compiled_root
 from forebay.errors import ModelError
 from forebay.layout import align
+from forebay.memory import ALIGNMENT
 from forebay.optim.rules import Keeping
 from forebay.runtime.tiles import Tiled
 from forebay.trace import Block, Model, Parameter
@@ -333,4 +334,4 @@ def _lay_out(
             )
         )
         end += align(parameter.nbytes)
-    return tuple(specs), max(end, 1)
+    return tuple(specs), max(end, ALIGNMENT)  # a slot for them is never empty
