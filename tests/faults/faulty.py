@@ -67,12 +67,13 @@ def train_until_refused(model: nn.Module, optimizer: torch.optim.Optimizer, devi
 
 
 def fill_disk(name: str) -> None:
-    """The open file ``name`` of the disk tier becomes one without room: its next write fails."""
+    """The open file ``name``, of a run or of the disk tier (which has removed its own), becomes one without room: its
+    next write fails."""
     number = next(
         int(entry)
         for entry in os.listdir("/proc/self/fd")
         if os.path.islink(f"/proc/self/fd/{entry}")
-        and os.readlink(f"/proc/self/fd/{entry}").endswith(f"/{name} (deleted)")
+        and os.readlink(f"/proc/self/fd/{entry}").removesuffix(" (deleted)").endswith(f"/{name}")
     )
     full = os.open("/dev/full", os.O_RDWR)
     os.dup2(full, number)

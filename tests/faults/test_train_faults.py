@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any, final
@@ -17,16 +19,19 @@ pytest.importorskip("transformers")
 from forebay import api
 from forebay.checkpoint.generations import MANIFEST
 from forebay.cli.loop import PATIENCE
-from forebay.cli.runfolder import SNAPSHOT
+from forebay.cli.runfolder import SNAPSHOT, RunFolder
 from forebay.cli.train import TrainResult, train
 from forebay.config import TrainConfig
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
-from forebay.errors import DeviceOutOfMemory, ForebayError, NotFinite
+from forebay.errors import DeviceOutOfMemory, ForebayError, NotFinite, StorageError
+from forebay.reporting.losses import LOSSES
 from forebay.snapshot import read_snapshot
 from forebay.tiers.io import SystemIo
+from forebay.tiers.lock import LOCK
 from forebay.timeline import Lane
 from forebay.units import KiB, MiB
+from tests.faults.faulty import fill_disk
 from tests.faults.train_rig import (
     MODEL,
     STEPS,
@@ -300,3 +305,29 @@ def test_a_save_that_failed_in_the_background_is_made_again(text: Path, tmp_path
     assert view.said("step 3 is saved: ")
     rest = go(settings(text, tmp_path / "run"), no_number(), view, resume=True)
     assert view.said("goes on behind step 3") and rest.losses == whole.losses
+
+
+# A folder without room
+
+
+def test_a_loss_that_finds_no_room_is_one_error(text: Path, tmp_path: Path) -> None:
+    def full(number: int, output: Any) -> None:
+        if number == 3:
+            fill_disk(LOSSES)
+
+    with pytest.raises(StorageError, match=r"^cannot write the losses to .*run/losses.jsonl: No space left on device$"):
+        go(settings(text, tmp_path / "run", save_every=2), full)
+    rest = go(settings(text, tmp_path / "run"), no_number(), view := Telling(), resume=True)
+    assert view.said("goes on behind step 2")
+    assert rest.losses == go(settings(text, None), no_number()).losses
+
+
+def test_a_file_that_finds_no_room_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with RunFolder(tmp_path / "run", resume=False) as folder, monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StorageError, match=f"cannot write {SNAPSHOT}: No space left on device"):
+            folder.keep_snapshot({})
+    assert os.listdir(tmp_path / "run") == [LOCK]

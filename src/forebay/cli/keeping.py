@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, final
+from typing import TYPE_CHECKING, final
 
 from forebay.cli.progress import View
+from forebay.cli.record import Record
 from forebay.errors import DiskFull, ForebayError, NotFinite
 from forebay.units import format_apart, format_bytes, format_seconds
 
@@ -75,12 +75,12 @@ class Keeper:
         """Whether the run is saved when ``step`` has been taken; ``last`` will be the last one."""
         return self._every is not None and (step % self._every == 0 or step == last)
 
-    def after(self, step: int, last: int, losses: IO[str]) -> None:
+    def after(self, step: int, last: int, record: Record) -> None:
         """``step`` has been taken, ``last`` will be the last one: saves the run where it is time to."""
         if self.due(step, last):
-            self.save(step, losses, background=step < last)
+            self.save(step, record, background=step < last)
 
-    def save_early(self, step: int, losses: IO[str]) -> None:
+    def save_early(self, step: int, record: Record) -> None:
         """Saves the run behind ``step``, where nobody had foreseen it; what went wrong with a save under way is shown.
         Raises ``NotFinite`` where a parameter is infinite or NaN: the checkpoint before stands then."""
         self._settle()
@@ -90,14 +90,14 @@ class Keeper:
         if odd is not None:
             stands = "nothing was saved before" if self.saved is None else f"the checkpoint of step {self.saved} stands"
             raise NotFinite(f"step {step} is not saved: parameter {odd} is not finite; {stands}")
-        self.save(step, losses)
+        self.save(step, record)
 
-    def rescue(self, step: int, losses: IO[str]) -> bool:
+    def rescue(self, step: int, record: Record) -> bool:
         """The run ends with an error behind ``step``: saves it early, and returns whether its checkpoint is there to go
         on from. Raises no ``ForebayError``: what ended the run is what the user has to hear of. What stood in the way
         is shown."""
         try:
-            self.save_early(step, losses)
+            self.save_early(step, record)
         except ForebayError as error:
             self._view.note(str(error))
             return False
@@ -120,15 +120,14 @@ class Keeper:
         values = self._engine.parameters(self._model)
         return next((name for name in values if not bool(values[name].isfinite().all())), None)
 
-    def save(self, step: int, losses: IO[str], *, background: bool = False) -> None:
-        """Saves the run after ``step``, if that is not done; ``losses`` goes to the disk before. ``background``: not
+    def save(self, step: int, record: Record, *, background: bool = False) -> None:
+        """Saves the run after ``step``, if that is not done; ``record`` goes to the disk before. ``background``: not
         to wait until it stands. Raises what went wrong with the save before, if that was made so."""
         if step in (self.saved, self._coming):
             return
         since = time.perf_counter()
         # The checkpoint says that so many steps were taken: what they lost must not be missing then.
-        losses.flush()
-        os.fsync(losses.fileno())
+        record.sync()
         coming, self._coming = self._coming, None
         nbytes = self._engine.save(
             self._model,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, final
 
 from forebay.cli.progress import StepResult
 from forebay.errors import ConfigError, StorageError
+from forebay.reporting.files import writing
 from forebay.reporting.losses import StepLine
 
 __all__ = ["Record", "jsonable"]
@@ -16,13 +19,14 @@ __all__ = ["Record", "jsonable"]
 
 @final
 class Record:
-    """One loss for each step, and how many steps were ``skipped``. ``file`` has a JSON object in a line for each; it is
-    open within ``with`` where the run has a folder. Raises ``StorageError`` where it cannot be opened."""
+    """One loss for each step, and how many steps were ``skipped``. Where the run has a folder, a file in it has a JSON
+    object in a line for each, and is open within ``with``. Raises ``StorageError`` where it cannot be opened or
+    written."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.skipped = 0
-        self.file: IO[str] | None = None
+        self._file: IO[str] | None = None
         self._path: Path | None = None
         self._end = 0
         self._elapsed = 0.0
@@ -47,10 +51,17 @@ class Record:
         self.losses.append(result.loss)
         self.skipped += bool(result.skipped)
         seconds, self._elapsed = result.elapsed - self._elapsed, result.elapsed
-        if self.file is not None:
+        if self._file is not None:
             line = StepLine(result.number, jsonable(result.loss), result.lr, seconds, bool(result.skipped))
-            self.file.write(line.to_json() + "\n")
-            self.file.flush()
+            with _writing(self._file):
+                self._file.write(line.to_json() + "\n")
+                self._file.flush()
+
+    def sync(self) -> None:
+        """Returns when the lines are on the disk."""
+        if self._file is not None:
+            with _writing(self._file):
+                os.fsync(self._file.fileno())
 
     def _read(self, path: Path, step: int) -> int:
         """Reads the first steps; returns the bytes of their lines."""
@@ -75,8 +86,8 @@ class Record:
     def __enter__(self) -> Record:
         if self._path is not None:
             try:
-                self.file = self._path.open("a", encoding="utf-8")
-                self.file.truncate(self._end)
+                self._file = self._path.open("a", encoding="utf-8")
+                self._file.truncate(self._end)
             except OSError as error:
                 raise _cannot_open(self._path, error) from None
         return self
@@ -84,8 +95,19 @@ class Record:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.file is not None:
-            self.file.close()
+        if self._file is None:
+            return
+        try:
+            with _writing(self._file):
+                self._file.close()
+        except StorageError:
+            # A line that could not be written is in its buffer still: what that raised is on its way.
+            if error is None:
+                raise
+
+
+def _writing(file: IO[str]) -> AbstractContextManager[None]:
+    return writing("the losses", Path(file.name))
 
 
 def _cannot_open(path: Path, error: OSError) -> StorageError:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -252,6 +253,8 @@ class RunFolder:
                 os.fsync(file.fileno())
             os.replace(fresh, self.path / name)
         except OSError as error:
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
             raise StorageError(f"--run {self.path}: cannot write {name}: {error.strerror}") from None
 
     def record(self, step: int) -> Record:

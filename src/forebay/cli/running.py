@@ -64,8 +64,8 @@ def run_loop(
             view.step(result)
             if result.skipped:
                 view.note(f"step {result.number} is skipped: {result.skipped}; {record.skipped} so far")
-            if keeper is not None and record.file is not None:
-                keeper.after(result.number, config.steps, record.file)
+            if keeper is not None:
+                keeper.after(result.number, config.steps, record)
 
         def stopping() -> bool:
             return stop.requested() or (keeper is not None and pressure.is_near())
@@ -80,13 +80,13 @@ def run_loop(
             _rescue(config, view, keeper, record, error)
             raise
         step = len(record.losses)
-        if keeper is None or record.file is None or step == config.steps or not stopping():
+        if keeper is None or step == config.steps or not stopping():
             return
         if stop.by is None:
-            keeper.rescue(step, record.file)
+            keeper.rescue(step, record)
             report = engine.report(trained.model)
             raise pressure.error(step, report.plan.peaks(report.together)[Tier.HOST])
-        keeper.save_early(step, record.file)
+        keeper.save_early(step, record)
         view.note(f"stopped by {stop.by} behind step {step}; go on with: forebay train --run {config.run} --resume")
 
 
@@ -96,9 +96,9 @@ def _rescue(
     """Saves the run behind its last whole step, and says how to go on from there."""
     step = len(record.losses)
     # Blocks that backward has updated for the step that failed are ahead of the others.
-    if keeper is None or record.file is None or not step or config.update == "backward":
+    if keeper is None or not step or config.update == "backward":
         return
-    if keeper.rescue(step, record.file) and isinstance(error, NotFinite) and config.nonfinite == "stop":
+    if keeper.rescue(step, record) and isinstance(error, NotFinite) and config.nonfinite == "stop":
         view.note(f"to skip step {step + 1}: forebay train --run {config.run} --resume --nonfinite skip")
 
 
