@@ -139,7 +139,8 @@ class TrainConfig(StepSettings):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file. Raises ``ConfigError`` for a file that is missing or holds no mapping."""
+    """The settings in a YAML file. Raises ``ConfigError`` for a file that is missing or holds no mapping, and where the
+    folder of a run in it is no text."""
     import yaml
 
     try:
@@ -154,6 +155,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold settings as 'name: value', it holds a {type(content).__name__}")
     _refuse_unknown(content, str(path))
+    folder = content.get("run")
+    if not isinstance(folder, str | None):
+        kind = type(folder).__name__
+        raise ConfigError(f"{path}: run is the name of a folder, and YAML reads {folder} as {kind}; put it in quotes")
     return content
 
 

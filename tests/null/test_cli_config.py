@@ -84,8 +84,8 @@ def test_an_empty_yaml_sets_nothing(tmp_path: Path) -> None:
         (b"- a\n- b\n", "holds a list"),
         (b"a: [1\n", "is not YAML"),
         (b"\xff\xfe\x00", "UTF-8"),
-        (b"run: 2026-11-30\n", "2026-11-30 is a date in YAML; put it in quotes"),
-        (b"run: 12\n", "12 is a int in YAML; put it in quotes"),
+        (b"run: 2026-11-30\n", "YAML reads 2026-11-30 as date; put it in quotes"),
+        (b"run: 12\n", "YAML reads 12 as int; put it in quotes"),
     ],
 )
 def test_a_wrong_yaml_is_named(tmp_path: Path, content: bytes, said: str) -> None:
