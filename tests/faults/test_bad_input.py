@@ -114,7 +114,10 @@ TABLE: dict[str, Bad] = {
         lambda m, f: {"disk": f"{f / 'nowhere'}:1GiB"}, ConfigError, ("nowhere", "No such file", "name a folder")
     ),
     "disk path is a file": Bad(
-        lambda m, f: {**ON_DISK, "disk": a_file(f)}, ConfigError, ("is not a folder", "name a folder")
+        lambda m, f: {**ON_DISK, "disk": a_file(f)}, ConfigError, ("Not a directory", "name a folder")
+    ),
+    "disk path is a file, not needed": Bad(
+        lambda m, f: {"disk": a_file(f)}, ConfigError, ("Not a directory", "name a folder")
     ),
     "disk path is a file, not needed": Bad(
         lambda m, f: {"disk": a_file(f)}, ConfigError, ("file is not a folder", "name a folder")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import ConfigError
-from forebay.tiers.host import HostMemory, available_disk, available_host_memory
+from forebay.tiers.host import HostMemory, available_disk, available_host_memory, free_in
 from forebay.units import GiB, MiB
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
@@ -135,6 +135,13 @@ def test_this_machine_has_memory_and_disk(tmp_path: Path) -> None:
 def test_missing_path_has_no_room_to_ask_about(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         available_disk(tmp_path / "missing")
+
+
+def test_a_file_is_no_folder_to_ask_about(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for paths in ([f"{tmp_path}/file"], [str(tmp_path), f"{tmp_path}/file"]):
+        with pytest.raises(ConfigError, match=r"file.*: Not a directory; name a folder that exists"):
+            free_in(paths)
 
 
 def test_torch_is_not_loaded() -> None:

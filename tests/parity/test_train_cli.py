@@ -177,6 +177,7 @@ def test_wrong_input_is_one_message_and_its_exit_code(tmp_path: Path, text: Path
         ({"--device-memory": "100KiB"}, 1, "device memory"),
         ({"--host-memory": "100KiB", "--device-memory": "2MiB"}, 1, "host memory"),
         ({"--disk": tmp_path / "no-disk"}, 2, "no-disk"),
+        ({"--disk": empty}, 2, "empty.txt has: Not a directory; name a folder"),
         ({"--seq": 4096}, 2, "positions"),
         ({"--batch": 1000}, 2, "one batch of 1000 x 32 needs 32000"),
         ({"--steps": 0}, 2, "--steps"),

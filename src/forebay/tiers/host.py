@@ -69,12 +69,12 @@ def available_host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def available_disk(path: str | os.PathLike[str]) -> int:
-    """Bytes that an ordinary user may still write to the file system of ``path``.
+    """Bytes that an ordinary user may still write to the file system of the folder ``path``.
 
-    Raises ``ConfigError`` if ``path`` cannot be looked at.
+    Raises ``ConfigError`` if ``path`` is no folder, or cannot be looked at.
     """
     try:
-        stat = os.statvfs(path)
+        stat = os.statvfs(_as_folder(path))
     except OSError as error:
         raise ConfigError(
             f"cannot ask how much room {os.fspath(path)} has: {error.strerror}; name a folder that exists"
@@ -83,30 +83,32 @@ def available_disk(path: str | os.PathLike[str]) -> int:
 
 
 def disks_of(paths: Sequence[str]) -> dict[int, str]:
-    """The file systems of ``paths``: the first path in each, by the number of its device.
+    """The file systems of the folders ``paths``: the first path in each, by the number of its device.
 
-    Raises ``ConfigError`` if a path cannot be looked at.
+    Raises ``ConfigError`` if a path is no folder, or cannot be looked at.
     """
     found: dict[int, str] = {}
     for path in paths:
         try:
-            found.setdefault(os.stat(path).st_dev, path)
+            found.setdefault(os.stat(_as_folder(path)).st_dev, path)
         except OSError as error:
             raise ConfigError(f"cannot look at {path}: {error.strerror}; name a folder that exists") from error
     return found
 
 
 def free_in(paths: Sequence[str]) -> int:
-    """Bytes that may still be written to the file systems of ``paths``, each counted once.
+    """Bytes that may still be written to the file systems of the folders ``paths``, each counted once.
 
-    Raises ``ConfigError`` if a path cannot be looked at, or is no folder.
+    Raises ``ConfigError`` if a path is no folder, or cannot be looked at.
     """
-    for path in paths:
-        if os.path.exists(path) and not os.path.isdir(path):
-            raise ConfigError(f"the disk {path} is not a folder; name a folder that exists")
     if len(paths) == 1:
         return available_disk(paths[0])
     return sum(available_disk(path) for path in disks_of(paths).values())
+
+
+def _as_folder(path: str | os.PathLike[str]) -> str:
+    """``path`` as one that is refused ("Not a directory") where a file goes by it: with a slash at its end."""
+    return os.path.join(path, "")
 
 
 def _machine(root: Path) -> HostMemory:
