@@ -92,12 +92,14 @@ def test_a_folder_is_no_machine_file(tmp_path: Path) -> None:
         (("--device", "tpu"), "no device 'tpu'"),
         (("--device", "cpu", "--out", "/nowhere/at/all.json"), "--out"),
         (("--device", "cpu", "--out", "/"), "--out"),
+        (("--device", "cpu", "--disk", "/nowhere/at/all"), "/nowhere/at/all has: No such file"),
     ],
 )
 def test_doctor_refuses_misuse_without_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("forebay.profiler.probe._undisturbed", None)  # what measures
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 2
     assert said in result.stderr and "Traceback" not in result.output

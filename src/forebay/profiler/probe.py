@@ -99,6 +99,8 @@ def examine(
 ) -> Examination:
     """``probe`` with what it noticed on the way."""
     say = tell or logging.getLogger("forebay").warning
+    if disk is not None:
+        available_disk(disk)  # refuses what cannot be measured before all that can
     opened = open_device(device)
     try:
         here = _Here(opened, effort)
