@@ -95,9 +95,10 @@ def test_a_run_that_fails_has_a_reason_and_the_rest_goes_on() -> None:
     assert "running zero-infinity" in done.stderr and max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_tables_say_whose_losses_are_those_of_plain_pytorch() -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+def test_tables_say_whose_losses_are_those_of_plain_pytorch(optimizer: str) -> None:
     """In bfloat16 plain PyTorch too updates an fp32 copy of what it computes with."""
-    done = invoke("tiny", SOME[0], "--budgets", "1MiB", "--dtype", "bfloat16")
+    done = invoke("tiny", SOME[0], "--budgets", "1MiB", "--dtype", "bfloat16", "--optimizer", optimizer)
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
     assert f"{WARM_STEPS + STEPS} losses equal to plain PyTorch's, bit for bit: " in said

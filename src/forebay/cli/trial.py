@@ -23,6 +23,7 @@ from forebay.profiler.batch import call_arguments, scalar_loss, with_values
 from forebay.recipes.tasks import sample
 from forebay.reporting.comparison import LINKS, Measured
 from forebay.runtime.generators import seed_all
+from forebay.testing.plain import PlainOptimizer
 from forebay.tiers.host import available_host_memory
 from forebay.timeline import typical_seconds
 from forebay.units import format_bytes
@@ -60,8 +61,6 @@ class Trials:
         except DoesNotFit as refusal:
             needed = f"it takes {format_bytes(refusal.needed)}, {COPIES} times that to set up"
             return f"plain PyTorch was not run: {needed}, and {format_bytes(free)} are free"
-        if self._settings.dtype != "float32" and self._settings.optimizer in ("adam", "sgd"):
-            return f"plain PyTorch was not run: its {self._settings.optimizer} keeps no fp32 copy of 16-bit parameters"
         try:
             self._plain = self._run_plain(plan)
         except Exception as error:
@@ -119,18 +118,8 @@ class Trials:
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # out of the arena that holds gradients and states too
         seed_all(SEED)
-        return self._losses(model, self._plain_optimizer(model), batch, WARM_STEPS + STEPS)
-
-    def _plain_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer as it is without forebay's tiers."""
-        name = self._settings.optimizer
-        if self._settings.dtype == "float32" and name in ("adamw", "adam", "sgd"):
-            return optimizer_of(name, model, LEARNING_RATE, fused=True)
-        if name == "adamw":
-            from forebay.optim import AdamW
-
-            return AdamW(model.parameters(), lr=LEARNING_RATE)  # torch's own keeps no fp32 copy of 16-bit parameters
-        return optimizer_of(name, model, LEARNING_RATE)
+        optimizer = PlainOptimizer(optimizer_of(self._settings.optimizer, model, LEARNING_RATE))
+        return self._losses(model, optimizer, batch, WARM_STEPS + STEPS)
 
     def _model(self) -> tuple[nn.Module, Any]:
         """The model, its parameters from the seed or still without values, and a batch with values."""
@@ -161,7 +150,9 @@ class Trials:
             raise
         return made
 
-    def _losses(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, steps: int) -> tuple[float, ...]:
+    def _losses(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | PlainOptimizer, batch: Any, steps: int
+    ) -> tuple[float, ...]:
         """The losses of so many steps of a loop as a user would write it."""
         args, kwargs = call_arguments(batch)
         count, losses = self._settings.accumulate, []
