@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 from forebay import api  # noqa: E402
 from forebay.cli.main import app  # noqa: E402
 from forebay.cli.progress import StepResult, View  # noqa: E402
+from forebay.cli.report import gather  # noqa: E402
 from forebay.cli.runfolder import RunFolder  # noqa: E402
 from forebay.cli.stopping import Stop  # noqa: E402
 from forebay.cli.train import TrainResult, train  # noqa: E402
@@ -100,7 +102,8 @@ class Interrupts(View):
     """Sends this process a signal when a step is done."""
 
     def __init__(self, number: int, sent: signal.Signals) -> None:
-        super().__init__(Console(stderr=True, quiet=True))
+        self.notes = io.StringIO()
+        super().__init__(Console(file=self.notes))
         self._number = number
         self._sent = sent
 
@@ -115,7 +118,7 @@ class Interrupts(View):
         pass
 
 
-def settings_of(text: Path, run: Path | None) -> TrainConfig:
+def settings_of(text: Path, run: Path | None, **more: object) -> TrainConfig:
     base = {"model": str(text.parent / "model.json"), "data": str(text), "seq": 32, "batch": 2, "device": "cpu"}
     base |= {
         "device_memory": "16MiB",
@@ -124,7 +127,7 @@ def settings_of(text: Path, run: Path | None) -> TrainConfig:
         "policy": "resident",
         "run": None if run is None else str(run),
     }
-    return make_config(base)
+    return make_config(base, more)
 
 
 def run_in_process(text: Path, run: Path | None, view: View, **more: Any) -> TrainResult:
@@ -150,6 +153,22 @@ def test_a_signal_finishes_the_step_and_saves(text: Path, tmp_path: Path) -> Non
     assert rest.losses[:2] == stopped.losses
     assert len((tmp_path / "run" / "losses.jsonl").read_text().splitlines()) == STEPS
     assert [signal.getsignal(sent) for sent in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_run_goes_on_for_the_steps_that_it_was_asked_for_last(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    train(settings_of(text, run, steps=1, save_every=1), api, Interrupts(0, signal.SIGINT))
+    view = Interrupts(2, signal.SIGINT)
+    train(settings_of(text, run, steps=3), api, view, resume=True)
+    assert (
+        f"stopped by SIGINT behind step 2; go on with: forebay train --run '{run}' --resume\n" in view.notes.getvalue()
+    )
+    assert "the run has taken 2 of 3 steps" in gather(run).cautions
+    done = invoke("--run", run, "--resume", "--steps", 1)
+    assert (done.exit_code, "has taken 2 already; give so many, or more" in done.stderr) == (2, True), done.stderr
+    rest = found(invoke("--run", run, "--resume", "--json"))
+    whole = train(settings_of(text, None, steps=3), api, Interrupts(0, signal.SIGINT))
+    assert rest["loss"] == list(whole.losses)
 
 
 def test_the_second_signal_does_what_it_does_elsewhere() -> None:

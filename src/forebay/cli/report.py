@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.cli.recapture import captured_again
-from forebay.cli.runfolder import OWN, PLAN, REPORT, RUN, begun_with, kept_config, may_begin
+from forebay.cli.runfolder import OWN, PLAN, REPORT, RUN, begun_with, kept_config, may_begin, resuming
 from forebay.errors import ConfigError, ForebayError, StorageError
 from forebay.plans import Plan
 from forebay.reporting.chrome_trace import chrome_trace
@@ -128,9 +128,9 @@ def gather(source: Path) -> RunPage:
         raise ConfigError(f"no run was begun in {source}: it has no {RUN}; give the folder of forebay train --run")
     if not (source / PLAN).exists():
         anew = f"begin it anew: forebay train ... --run {source}"
-        on = f"go on with forebay train --run {source} --resume, which makes one"
+        on = f"go on with {resuming(source)}, which makes one"
         raise ConfigError(f"{source} has no {PLAN}: the run in it has none yet; {anew if may_begin(source) else on}")
-    plan = _record(Plan.from_json, source / PLAN, f"forebay train --run {source} --resume makes it again")
+    plan = _record(Plan.from_json, source / PLAN, f"{resuming(source)} makes it again")
     rid = "put it back as it was, or remove it: the page does without"
     kept = _record(RunReport.from_json, source / REPORT, rid) if (source / REPORT).exists() else None
     shown = RunPage(

@@ -1,6 +1,6 @@
 """The folder of one run.
 
-run.json         what decides the numbers: the settings that the run was begun with, and its text
+run.json         what decides the numbers: the settings, those of the last process where they may change, and the text
 plan.json        the plan that it runs under
 losses.jsonl     a line for each step
 report.json      what the last process that took steps has measured, with the events of its last steps; written
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -50,6 +51,7 @@ __all__ = [
     "expect_nameable",
     "kept_config",
     "may_begin",
+    "resuming",
 ]
 
 RUN, PLAN, REPORT, CHECKPOINT = "run.json", "plan.json", "report.json", "checkpoint"
@@ -64,8 +66,8 @@ _NUMBERS = ("model", "batch", "seq", "lr", "seed", "dtype", "accumulate", "clip_
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run was begun with: its ``settings``, the steps over which its learning rate rises, and the tokens of its
-    text with their checksum."""
+    """What a run was begun with: its ``settings`` (as the last process that went on with it had them), the steps over
+    which its learning rate rises, and the tokens of its text with their checksum."""
 
     settings: Mapping[str, Any]
     warmup: int
@@ -87,6 +89,11 @@ def begun_with(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--resume: there is no folder {path}; leave --resume out to begin a run there")
     start = _read_start(path)
     return {} if start is None else dict(start.settings)
+
+
+def resuming(path: Path) -> str:
+    """The command that goes on with the run in the folder ``path``, for a shell."""
+    return f"forebay train --run {shlex.quote(str(path))} --resume"
 
 
 def expect_nameable(config: TrainConfig) -> None:
@@ -223,6 +230,11 @@ class RunFolder:
                 f"{self.path} was begun with"
             )
         return begun.warmup
+
+    def go_on(self, config: TrainConfig) -> None:
+        """Notes the settings with which the run goes on, which it goes on with from here. Raises ``StorageError``."""
+        if self._start is not None:
+            self._write(RUN, dump(replace(self._start, settings=_portable(config))))
 
     def promise(self, plan: Plan) -> None:
         """Writes the plan that the run is about to begin under. Raises ``StorageError``."""

@@ -13,7 +13,7 @@ from forebay.cli.loop import Accumulate, Leg, train_loop
 from forebay.cli.pressure import HostPressure
 from forebay.cli.progress import StepResult, View
 from forebay.cli.record import Record
-from forebay.cli.runfolder import RunFolder
+from forebay.cli.runfolder import RunFolder, resuming
 from forebay.cli.stopping import Stop
 from forebay.errors import DeviceOutOfMemory, NotFinite
 from forebay.memory import Tier
@@ -80,14 +80,14 @@ def run_loop(
             _rescue(config, view, keeper, record, error)
             raise
         step = len(record.losses)
-        if keeper is None or step == config.steps or not stopping():
+        if keeper is None or config.run is None or step == config.steps or not stopping():
             return
         if stop.by is None:
             keeper.rescue(step, record)
             report = engine.report(trained.model)
             raise pressure.error(step, report.plan.peaks(report.together)[Tier.HOST])
         keeper.save_early(step, record)
-        view.note(f"stopped by {stop.by} behind step {step}; go on with: forebay train --run {config.run} --resume")
+        view.note(f"stopped by {stop.by} behind step {step}; go on with: {resuming(config.run)}")
 
 
 def _rescue(
@@ -96,10 +96,10 @@ def _rescue(
     """Saves the run behind its last whole step, and says how to go on from there."""
     step = len(record.losses)
     # Blocks that backward has updated for the step that failed are ahead of the others.
-    if keeper is None or not step or config.update == "backward":
+    if keeper is None or config.run is None or not step or config.update == "backward":
         return
     if keeper.rescue(step, record) and isinstance(error, NotFinite) and config.nonfinite == "stop":
-        view.note(f"to skip step {step + 1}: forebay train --run {config.run} --resume --nonfinite skip")
+        view.note(f"to skip step {step + 1}: {resuming(config.run)} --nonfinite skip")
 
 
 def _device_peak(engine: Engine, model: nn.Module) -> int | None:

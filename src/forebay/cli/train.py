@@ -259,9 +259,11 @@ def _started(
 
     taken = _resumed(config, engine, view, folder, trained)
     record = Record() if folder is None else folder.record(taken or 0)
-    # Behind whatever refuses to go on, and where there is a step to take: what was measured before is gone then.
-    if folder is not None and taken != config.steps:
-        folder.promise(engine.report(trained.model).plan)
+    # Behind whatever refuses to go on.
+    if folder is not None:
+        folder.go_on(config)
+        if taken != config.steps:  # what was measured before is gone then
+            folder.promise(engine.report(trained.model).plan)
     if taken is None:
         _fill(engine, trained.model, source, config.seed)
         # What the steps draw (dropout, layers left out by Python's numbers) hangs on the seed too, and on nothing that
@@ -280,8 +282,7 @@ def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder 
     found = engine.resume(trained.model, trained.optimizer, folder.checkpoint, scheduler=trained.scheduler)
     if found.step > config.steps:
         raise ConfigError(
-            f"--steps {config.steps}: the run in {folder.path} has taken {found.step} already; give more of them, or "
-            f"leave --steps out for those that it was begun for"
+            f"--steps {config.steps}: the run in {folder.path} has taken {found.step} already; give so many, or more"
         )
     view.note(f"goes on behind step {found.step}, as it was saved in {folder.checkpoint}")
     if found.step == config.steps:
