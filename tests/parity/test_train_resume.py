@@ -244,6 +244,16 @@ def test_a_run_that_was_not_saved_begins_anew_and_a_whole_one_has_nothing_to_do(
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_a_whole_run_that_was_not_saved_is_not_begun_anew(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(settings_of(text, run, steps=1), api, Interrupts(0, signal.SIGINT))
+    left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    done = invoke("--run", run, "--resume", "--steps", 2)
+    assert done.exit_code == 2
+    assert f"no step of it was saved to go on from; begin another one from its weights: --model {run}" in done.stderr
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == left
+
+
 def test_two_processes_do_not_share_a_run(text: Path, tmp_path: Path) -> None:
     begun(text, tmp_path / "run")
     with RunFolder(tmp_path / "run", resume=True):

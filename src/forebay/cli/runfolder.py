@@ -56,8 +56,10 @@ __all__ = [
 
 RUN, PLAN, REPORT, CHECKPOINT = "run.json", "plan.json", "report.json", "checkpoint"
 SNAPSHOT = "out-of-memory.pickle"
+MODEL = "config.json"
+"""Written when all of the model is there, and so the run over."""
 
-OWN = (RUN, PLAN, REPORT, SNAPSHOT, CHECKPOINT, LOSSES, LOCK, "config.json")
+OWN = (RUN, PLAN, REPORT, SNAPSHOT, CHECKPOINT, LOSSES, LOCK, MODEL)
 """What belongs to a run in its folder, there or not yet."""
 
 _NUMBERS = ("model", "batch", "seq", "lr", "seed", "dtype", "accumulate", "clip_norm", "optimizer", "compress", "tile")
@@ -158,8 +160,8 @@ class RunFolder:
     """The folder of one run, readable by its owner only: text and weights may be private. It belongs to this process
     until it is closed.
 
-    Raises ``ConfigError`` for a folder that holds files already (``resume``: for one that holds no run),
-    ``StorageError`` if it cannot be made or another process has it.
+    Raises ``ConfigError`` for a folder that holds files already (``resume``: for one that holds no run, or the model of
+    one that was not saved), ``StorageError`` if it cannot be made or another process has it.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -172,11 +174,14 @@ class RunFolder:
         except OSError as error:
             raise StorageError(f"--run {path}: cannot make the folder: {error.strerror}") from None
         self._goes_on = resume
+        self._start: RunStart | None = None
         self._lock = FolderLock(path)
         try:
-            if not resume:
+            if resume:
+                self._start = _read_start(path)
+                self._expect_more()
+            else:
                 _expect_fresh(path)  # once more: a run may have ended there before the folder was ours
-            self._start = _read_start(path) if resume else None
         except BaseException:
             self._lock.close()
             raise
@@ -254,6 +259,14 @@ class RunFolder:
         returns the file. Raises ``StorageError``."""
         self._write(SNAPSHOT, pickle.dumps(dict(snapshot)))
         return self.path / SNAPSHOT
+
+    def _expect_more(self) -> None:
+        """A run that has its model, and no step to go on from, would begin anew and lose what it has."""
+        if (self.path / MODEL).exists() and not self.is_saved:
+            raise ConfigError(
+                f"--resume: the run in {self.path} is over, and no step of it was saved to go on from; begin another "
+                f"one from its weights: --model {self.path} --run FOLDER"
+            )
 
     def _write(self, name: str, content: str | bytes) -> None:
         """A file as a whole, or as it was."""
