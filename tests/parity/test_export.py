@@ -23,8 +23,10 @@ from typer.testing import CliRunner, Result
 
 import forebay
 from forebay.cli.main import app
+from forebay.cli.runfolder import RunStart
 from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.exporting import LAYOUTS, Layout
+from forebay.records import dump
 from tests.parity.models import CASES, Case
 
 TIED, PLAIN = CASES["llama-tied"], CASES["llama"]
@@ -225,6 +227,20 @@ def test_wrong_input_is_one_message(run: Path, tmp_path: Path) -> None:
         assert said in " ".join(done.stderr.split()), (arguments, done.stderr)
         assert "Traceback" not in done.stderr
         assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_a_run_that_goes_on_behind_its_model_is_not_exported(run: Path, tmp_path: Path) -> None:
+    settings = {"model": "tiny", "data": ["text.txt"], "device_memory": "1MiB", "steps": 2}
+    (run / "run.json").write_text(dump(RunStart(settings, warmup=1, tokens=1, text_crc32=1)))
+    lines = [f'{{"step": {step}, "loss": 2.0, "lr": 0.1}}\n' for step in (1, 2)]
+    (run / "losses.jsonl").write_text(lines[0])
+    done = invoke(run, "--to", tmp_path / "out")
+    assert done.exit_code == 2 and "has taken 1 of 2 steps, and its model is written when it ends" in done.stderr
+    (run / "losses.jsonl").write_text("".join(lines))
+    assert invoke(run, "--to", tmp_path / "out").exit_code == 0
+    (run / "config.json").unlink()
+    done = invoke(run, "--to", tmp_path / "more")
+    assert done.exit_code == 2 and f"go on with forebay train --run {run} --resume" in done.stderr
 
 
 def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
