@@ -83,18 +83,21 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
     from forebay.cli.devices import print_plan
     from forebay.cli.plan import make_settings, write_plan
     from forebay.cli.plan import plan as make_report
+    from forebay.reporting.files import expect_folder_of
     from forebay.reporting.plan import plan_table
 
+    if out is not None:
+        expect_folder_of(out, "--out")  # before what may be minutes of planning
     settings = make_settings(settings_of(flags["model"]), flags)
     if settings.devices is not None:
         return print_plan(settings, out, as_json=as_json)
     report = make_report(settings)
-    if out is not None and report.fits:
-        write_plan(report, out)
     if as_json:
         print_json(report.to_json_dict())
     else:
         print_answer(plan_table(report))
+    if out is not None and report.fits:
+        write_plan(report, out)  # last: a file that cannot be written takes no figure with it
     return report.fits
 
 
