@@ -176,8 +176,9 @@ def test_what_has_come_to_nothing_is_begun_anew(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     begun(folder)
     assert may_begin(folder)
-    said = refused("report", folder)
-    assert f"has no plan.json: the run in it has none yet; begin it anew: forebay train ... --run {folder}" in said
+    for verb in ("report", "fragmentation"):
+        said = refused(verb, folder)
+        assert f"has no plan.json: the run in it has none yet; begin it anew: forebay train ... --run {folder}" in said
     begun(folder)  # as it says
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / "lock").write_text("")  # the place of saves that never came

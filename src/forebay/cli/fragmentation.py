@@ -13,7 +13,6 @@ from forebay.checking.addresses import check_addresses
 from forebay.errors import ConfigError
 from forebay.lowering import step_buffers
 from forebay.memory import ALIGNMENT
-from forebay.plans import Plan
 from forebay.recording import Recording, recording_of
 from forebay.reporting.fragmentation import Fragmentation
 from forebay.simulation.allocators import ALLOCATORS, Allocator, PlannedAllocator, replay, room_for
@@ -78,18 +77,13 @@ def step_of_run(folder: Path) -> tuple[Buffer, ...]:
     """The buffers of a step of the run in ``folder`` as its plan has it: the model is captured again from the run's
     settings. Raises ``ConfigError`` for a folder without a run, or without its plan."""
     from forebay.cli.recapture import captured_again
-    from forebay.cli.runfolder import PLAN, kept_config
+    from forebay.cli.runfolder import kept_config, kept_plan
     from forebay.profiler.here import this_machine
 
     begun = kept_config(folder)
     if begun is None:
         raise ConfigError(f"{folder} has no run in it; give the folder of --run, or a memory snapshot")
-    try:
-        plan = Plan.from_json((folder / PLAN).read_bytes())
-    except OSError:
-        raise ConfigError(f"{folder} has no {PLAN}: the run has not ended; let it end, or give a snapshot") from None
-    except ConfigError as error:
-        raise ConfigError(f"{folder / PLAN}: {error}") from None
+    plan = kept_plan(folder)
     machine, _ = this_machine(begun.device)  # not its disk, which may be gone
     trace = captured_again(begun, plan, machine.device_kind)
     return step_buffers(trace, plan.recompute, plan.activations)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.cli.recapture import captured_again
-from forebay.cli.runfolder import OWN, PLAN, REPORT, RUN, begun_with, kept_config, may_begin, resuming
+from forebay.cli.runfolder import OWN, REPORT, RUN, begun_with, kept_config, kept_plan
 from forebay.errors import ConfigError, ForebayError, StorageError
-from forebay.plans import Plan
 from forebay.reporting.chrome_trace import chrome_trace
 from forebay.reporting.files import expect_folder_of, writing
 from forebay.reporting.losses import LOSSES, read_losses
@@ -126,11 +125,7 @@ def gather(source: Path) -> RunPage:
     config = kept_config(source)
     if config is None:
         raise ConfigError(f"no run was begun in {source}: it has no {RUN}; give the folder of forebay train --run")
-    if not (source / PLAN).exists():
-        anew = f"begin it anew: forebay train ... --run {source}"
-        on = f"go on with {resuming(source)}, which makes one"
-        raise ConfigError(f"{source} has no {PLAN}: the run in it has none yet; {anew if may_begin(source) else on}")
-    plan = _record(Plan.from_json, source / PLAN, f"{resuming(source)} makes it again")
+    plan = kept_plan(source)
     rid = "put it back as it was, or remove it: the page does without"
     kept = _record(RunReport.from_json, source / REPORT, rid) if (source / REPORT).exists() else None
     shown = RunPage(

@@ -28,6 +28,7 @@ from forebay.checkpoint.generations import MANIFEST
 from forebay.cli.record import Record
 from forebay.config import TrainConfig
 from forebay.errors import ConfigError, StorageError
+from forebay.plans import Plan
 from forebay.records import dump, load
 from forebay.reporting.losses import LOSSES
 from forebay.tiers.lock import LOCK, FolderLock
@@ -36,12 +37,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forebay.data.tokenizers import Tokenizer
-    from forebay.plans import Plan
     from forebay.reporting.run import RunReport
 
 __all__ = [
     "OWN",
-    "PLAN",
     "REPORT",
     "RUN",
     "SNAPSHOT",
@@ -50,6 +49,7 @@ __all__ = [
     "begun_with",
     "expect_nameable",
     "kept_config",
+    "kept_plan",
     "may_begin",
     "resuming",
 ]
@@ -121,6 +121,22 @@ def kept_config(path: Path) -> TrainConfig | None:
         first = error.errors()[0]
         where = ".".join(map(str, ("settings", *first["loc"])))
         raise ConfigError(f"{path / RUN}: {where}: {first['msg']}; put the file back as it was") from None
+
+
+def kept_plan(path: Path) -> Plan:
+    """The plan of the run that was begun in the folder ``path``. Raises ``ConfigError`` where it has none yet, or none
+    that can be read, and ``StorageError``."""
+    try:
+        return Plan.from_json((path / PLAN).read_bytes())
+    except FileNotFoundError:
+        then = f"go on with {resuming(path)}, which makes one"
+        if may_begin(path):
+            then = f"begin it anew: forebay train ... --run {shlex.quote(str(path))}"
+        raise ConfigError(f"{path} has no {PLAN}: the run in it has none yet; {then}") from None
+    except OSError as error:
+        raise StorageError(f"cannot read {path / PLAN}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path / PLAN}: {error}; {resuming(path)} makes it again") from None
 
 
 def may_begin(path: Path) -> bool:
