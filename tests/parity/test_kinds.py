@@ -122,6 +122,9 @@ def test_training_is_for_causal_language_models(tmp_path: Path) -> None:
         name = folder(tmp_path / head, head, family)
         with pytest.raises(ModelError, match=rf"is a {head}, and here causal language models are trained"):
             build(find(name), "float32")
+    for recipe, what in (("vit-base", "an image classifier"), ("t5-small", "an encoder-decoder")):
+        with pytest.raises(ModelError, match=f"^{recipe} is {what}, and here causal language models are trained"):
+            build(find(recipe), "float32")
 
 
 @pytest.mark.thinned(2)

@@ -85,14 +85,26 @@ def build(source: ModelSource, dtype: str) -> nn.Module:
     says it is of another one.
     """
     config = read_config(source)
-    classes = tuple(config.architectures or ())
-    head = names_head(classes)
-    if head is not None and named(classes, config.model_type) is not CAUSAL:
+    other = _other_than_causal(config)
+    if other is not None:
         raise ModelError(
-            f"{source.name} is a {head}, and here causal language models are trained; in a loop of your own, or with "
+            f"{source.name} is {other}, and here causal language models are trained; in a loop of your own, or with "
             f"the Trainer of transformers, forebay.prepare takes any model"
         )
     return build_as(source, dtype, CAUSAL, config)
+
+
+def _other_than_causal(config: Any) -> str | None:
+    """In words, what the model of ``config`` is: by the class that it names, or where its type has no causal language
+    model. None where it is one."""
+    classes = tuple(config.architectures or ())
+    head = names_head(classes)
+    if head is not None:
+        return None if named(classes, config.model_type) is CAUSAL else f"a {head}"
+    if CAUSAL.head(config.model_type):
+        return None
+    kind = assumed(config.model_type, encoder_decoder=config.is_encoder_decoder)
+    return f"a {config.model_type}" if kind is None else kind.what
 
 
 def kind_of(source: ModelSource, config: Any) -> Kind:
