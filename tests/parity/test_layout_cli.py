@@ -79,6 +79,7 @@ def test_a_trace_and_what_is_said_of_it(tmp_path: Path) -> None:
         (["graph.json", "--batch", "2"], "graph.json is a step already: --batch is for"),
         (["graph.json", "--order", "best"], "there is no order 'best'; orders are program, roam"),
         (["graph.json", "--graph", "no/such/file.json"], "--graph no/such/file.json: there is no folder"),
+        (["graph.json", "--out", "same.csv", "--graph", "./same.csv"], "--graph same.csv is what --out writes"),
         (["broken.json"], "broken.json is not JSON"),
         (["list.json"], "list.json holds a list"),
         (["old.json"], "schema 9"),

@@ -15,7 +15,7 @@ from forebay.checking.orders import check_order
 from forebay.errors import ConfigError, ModelError, UnitError
 from forebay.memory import ALIGNMENT
 from forebay.op_graph import OpGraph, Ordered
-from forebay.reporting.files import expect_folder_of, writing
+from forebay.reporting.files import expect_apart, expect_folder_of, writing
 from forebay.trace import Trace
 from forebay.units import parse_bytes
 
@@ -48,9 +48,11 @@ class Laid:
 def lay(asked: Asked) -> Laid:
     """Answers ``asked``, checked, and writes the files that it names; that the buffers do not fit is an answer too.
     Raises a ``UsageError`` for what cannot be used, and ``StorageError`` for a file that cannot be written."""
-    for file, flag in ((asked.out, "--out"), (asked.graph, "--graph")):
+    written = {"--out": asked.out, "--graph": asked.graph}
+    for flag, file in written.items():
         if file is not None:
             expect_folder_of(file, flag)  # before the search, which may take a minute
+    expect_apart(written)
     room = _room(asked.capacity)
     path = Path(asked.source)
     if path.suffix == ".csv" or (path.is_file() and path.suffix != ".json"):

@@ -12,7 +12,7 @@ from forebay.cli.recapture import captured_again
 from forebay.cli.runfolder import OWN, REPORT, RUN, begun_with, kept_config, kept_plan
 from forebay.errors import ConfigError, ForebayError, StorageError
 from forebay.reporting.chrome_trace import chrome_trace
-from forebay.reporting.files import expect_folder_of, writing
+from forebay.reporting.files import expect_apart, expect_folder_of, writing
 from forebay.reporting.losses import LOSSES, read_losses
 from forebay.reporting.run import RunReport
 from forebay.reporting.run_page import RunPage, render
@@ -73,7 +73,9 @@ def report(source: Path, out: Path | None = None, plot: Path | None = None, trac
         from forebay.reporting.plot import expect_plottable
 
         expect_plottable(plot)
-    _expect_apart(source, {"--out": page, "--plot": plot, "--trace": trace})
+    asked = {"--out": page, "--plot": plot, "--trace": trace}
+    expect_apart(asked)
+    _expect_kept(source, asked)
     shown = gather(source)
     _write("the page", page, render(shown))
     if trace is not None:
@@ -85,21 +87,17 @@ def report(source: Path, out: Path | None = None, plot: Path | None = None, trac
     return Written(shown, page, plot, trace)
 
 
-def _expect_apart(source: Path, asked: Mapping[str, Path | None]) -> None:
-    """Raises ``ConfigError`` for files to write, by their flags, of which one would take the place of another, of
-    ``source``, or of what its run has kept."""
+def _expect_kept(source: Path, asked: Mapping[str, Path | None]) -> None:
+    """Raises ``ConfigError`` for files to write, by their flags, of which one would take the place of ``source``, or of
+    what its run has kept."""
     folder = (source if source.is_dir() else source.parent).resolve()
     is_run = (folder / RUN).exists()
-    taken: dict[Path, str] = {}
     for flag, path in asked.items():
         if path is None:
             continue
         found = path.resolve()
         if found == source.resolve() and not source.is_dir():
             raise ConfigError(f"{flag} {path} is the report that is to be read; give another name, like {_free(path)}")
-        if found in taken:
-            raise ConfigError(f"{flag} {path} is what {taken[found]} writes; give each a name of its own")
-        taken[found] = flag
         if not is_run or not found.is_relative_to(folder) or found.is_dir():
             continue
         if found.relative_to(folder).parts[0] in OWN or (found.exists() and found != folder / PAGE):

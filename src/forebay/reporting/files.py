@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from forebay.errors import ConfigError, StorageError
 
-__all__ = ["expect_folder_of", "writing"]
+__all__ = ["expect_apart", "expect_folder_of", "writing"]
 
 
 def expect_folder_of(path: Path, flag: str) -> None:
@@ -16,6 +16,17 @@ def expect_folder_of(path: Path, flag: str) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder {folder}; make it first")
+
+
+def expect_apart(asked: Mapping[str, Path | None]) -> None:
+    """Raises ``ConfigError`` where of the files to write, by their flags, one would take the place of another."""
+    taken: dict[Path, str] = {}
+    for flag, path in asked.items():
+        if path is None:
+            continue
+        first = taken.setdefault(path.resolve(), flag)
+        if first != flag:
+            raise ConfigError(f"{flag} {path} is what {first} writes; give each a name of its own")
 
 
 @contextmanager
