@@ -119,9 +119,6 @@ TABLE: dict[str, Bad] = {
     "disk path is a file, not needed": Bad(
         lambda m, f: {"disk": a_file(f)}, ConfigError, ("Not a directory", "name a folder")
     ),
-    "disk path is a file, not needed": Bad(
-        lambda m, f: {"disk": a_file(f)}, ConfigError, ("file is not a folder", "name a folder")
-    ),
     "no disk": Bad(lambda m, f: {"disk": 5}, UnitError, ("PATH or PATH:SIZE", "got 5")),
     "crash_safe is no folder": Bad(
         lambda m, f: {"disk": f, "crash_safe": True}, ConfigError, ("crash_safe is the path of a folder", "got True")
