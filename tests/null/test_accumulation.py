@@ -182,7 +182,7 @@ def test_no_plan_leaves_room() -> None:
 
 def test_micro_batches_that_cannot_be_planned_for() -> None:
     problem = asked(TRACE, machine(), device=ENOUGH)
-    with pytest.raises(ConfigError, match="micro_batches must be 1 or more, got 0"):
+    with pytest.raises(ConfigError, match="micro_batches must be an int, 1 or more, got 0"):
         leave_room(problem, 0, auto)
     with pytest.raises(ConfigError, match="known only with a batch"):
         leave_room(replace(problem, trace=None, machine=None), 2, auto)

@@ -17,7 +17,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -384,12 +384,11 @@ def bytes_of(buffer: Buffer) -> memoryview:
 
 
 def _release(fd: int, owner: int | None, ledger: Ledger, kind: Kind, nbytes: int) -> None:
-    try:
+    if owner == os.getpid():
         # Forked children have the descriptor too (the workers of a DataLoader, say), and with it all of the space.
-        if owner == os.getpid():
+        with suppress(OSError):  # it goes with the last of them then
             os.ftruncate(fd, 0)
+    try:
+        os.close(fd)
     finally:
-        try:
-            os.close(fd)
-        finally:
-            ledger.discharge(kind, nbytes)
+        ledger.discharge(kind, nbytes)
