@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import reduce
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeGuard, final
 
 import torch
 from torch import nn
@@ -144,7 +144,7 @@ def scalar_loss(output: Any) -> Scalar:
     ``NothingToTrain``."""
     trained = torch.is_grad_enabled()  # in an evaluation nothing requires a gradient
 
-    def trains(leaf: Any) -> bool:
+    def trains(leaf: Any) -> TypeGuard[torch.Tensor]:
         return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (leaf.requires_grad or not trained)
 
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
