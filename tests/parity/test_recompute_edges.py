@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -164,12 +165,30 @@ def test_a_graph_that_nobody_runs_backward_is_freed() -> None:
     forebay.close(model)
 
 
-class Centred(nn.Module):
-    """Computes with the buffer that its forward has changed, in place or by putting another in its place."""
+def replace_mean(norm: nn.Module, mean: torch.Tensor) -> None:
+    norm.mean = norm.mean * 0.9 + mean
 
-    def __init__(self, *, replaces: bool) -> None:
+
+def set_data(norm: nn.Module, mean: torch.Tensor) -> None:
+    norm.mean.data = norm.mean * 0.9 + mean
+
+
+WAYS: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "in place": lambda norm, mean: norm.mean.mul_(0.9).add_(mean),
+    "replaced": replace_mean,
+    "by way of data": lambda norm, mean: norm.mean.data.lerp_(mean, 0.1),
+    "a part, by way of data": lambda norm, mean: norm.mean.data[:3].add_(mean[:3]),
+    "data set": set_data,
+    "in a list": lambda norm, mean: torch._foreach_lerp_([norm.mean], [mean], 0.1),
+}
+
+
+class Centred(nn.Module):
+    """Computes with the buffer that its forward has changed, in one of ``WAYS``."""
+
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.replaces = replaces
+        self.change = WAYS[way]
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("calls", None)
 
@@ -177,11 +196,7 @@ class Centred(nn.Module):
         if self.calls is None:
             self.calls = torch.zeros(())
         self.calls += 1
-        mean = x.detach().mean(0) / self.calls
-        if self.replaces:
-            self.mean = self.mean * 0.9 + mean
-        else:
-            self.mean.mul_(0.9).add_(mean)
+        self.change(self, x.detach().mean(0) / self.calls)
         return (x - self.mean) * (1 + self.mean)
 
 
@@ -215,8 +230,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(8),
     "statistics read before": lambda: ReadNorm(before=True),
     "statistics read behind": lambda: ReadNorm(before=False),
-    "in place": lambda: Centred(replaces=False),
-    "replaced": lambda: Centred(replaces=True),
+    **{way: partial(Centred, way) for way in WAYS},
 }
 
 
@@ -247,6 +261,9 @@ def test_what_is_kept_of_buffers_is_foreseen(norm: Callable[[], nn.Module]) -> N
     used = {"statistics read before": "running_mean", "statistics read behind": "running_var"}
     expected = {n for n in read for k, v in used.items() if NORMS[k] is norm and n.endswith(v)}
     assert read & set(trace.changed_buffers) == expected
+    means = {f"layers.{i}.1.mean" for i in range(3)}
+    written = any(NORMS[way] is norm for way in WAYS if way != "replaced")
+    assert means & set(trace.changed_buffers) == (means if written else set())
 
 
 class InPlace(nn.Module):

@@ -55,6 +55,19 @@ class Clamping(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+class ClampedInAList(Clamped):
+    """By an op on a list of tensors, which returns nothing."""
+
+    def layer(self) -> nn.Module:
+        return ClampingInAList(WIDTH, WIDTH)
+
+
+class ClampingInAList(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_clamp_max_([self.weight.data], 0.1)
+        return F.linear(x, self.weight, self.bias)
+
+
 class Binary(Clamped):
     """Its layers compute with the signs of their weights, as XNOR-Net's do."""
 
@@ -114,9 +127,10 @@ def test_one_that_would_be_lost_is_refused(kind: type[nn.Module], name: str, bat
     assert_refused(kind, name, batch)
 
 
-def test_one_that_torch_does_not_count_is_refused() -> None:
+@pytest.mark.parametrize("kind", [Clamped, ClampedInAList])
+def test_one_that_torch_does_not_count_is_refused(kind: type[nn.Module]) -> None:
     """Where a recording says where to look."""
-    assert_refused(Clamped, "layers.0.weight", IDS)
+    assert_refused(kind, "layers.0.weight", IDS)
 
 
 def assert_refused(kind: type[nn.Module], name: str, batch: torch.Tensor | None) -> None:

@@ -78,7 +78,7 @@ class ParameterUses:
                 self.in_backward.add(block.name)
 
     def write(self, written: Iterable[torch.Tensor]) -> None:
-        """An op of the forward has written to tensors."""
+        """An op of the forward is about to write to tensors."""
         for tensor in written:
             name = self._names.get(self._roots.made[self._roots.number(tensor)].root.number)
             if name is not None:

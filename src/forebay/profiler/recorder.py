@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -21,7 +21,7 @@ from forebay.memory import Kind
 from forebay.profiler.guesses import Guess
 from forebay.profiler.originals import Originals
 from forebay.profiler.parameter_uses import ParameterUses
-from forebay.profiler.roots import Handle, Roots
+from forebay.profiler.roots import Handle, Root, Roots
 from forebay.profiler.run_again import RunAgain
 from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
@@ -79,9 +79,11 @@ class Recorder(TorchDispatchMode):
         # The module that runs again, for which hooks for saved tensors are on.
         self._saving: str | None = None
         self.parameters = ParameterUses(self.roots)
-        # Name, tensor, and torch's count of changes when it came.
-        self._buffers: list[tuple[str, torch.Tensor, int]] = []
-        # By the number of their root: what ops of the forward have read, and what they have updated uncounted.
+        # Each with its root and torch's count of changes as it came.
+        self._buffers: list[tuple[torch.Tensor, Root, int]] = []
+        # By the number of their root: what was there before the step and ops have written to, what ops of the forward
+        # have read, and what they have updated uncounted.
+        self._written = set[int]()
         self._read = set[int]()
         self._updated = set[int]()
         self.again = RunAgain()
@@ -213,20 +215,26 @@ class Recorder(TorchDispatchMode):
 
     def source(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
         """``tensor`` is a parameter, buffer or input."""
+        root = self.roots.add(tensor, source=kind, name=name)
         if kind is Kind.BUFFER:
-            self._buffers.append((name, tensor, tensor._version))
-        self.roots.add(tensor, source=kind, name=name)
+            self._buffers.append((tensor, root, tensor._version))
 
     @property
     def changed_buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that were changed in place; of those whose changes torch does not count the ones that
-        the forward reads, too (``runtime/surroundings.py``)."""
-        uncounted = self._read & self._updated
+        """Names of the buffers that hold something else now: ops have written to them, torch has counted a change, or
+        they have another storage. Those that are updated uncounted are among them if the forward reads them, too
+        (``runtime/surroundings.py``)."""
+        written = self._written | (self._read & self._updated)
         return tuple(
-            name
-            for name, tensor, version in self._buffers
-            if tensor._version != version or self._root_of(tensor) in uncounted
+            root.name
+            for tensor, root, version in self._buffers
+            if root.number in written or tensor._version != version or self._has_moved(tensor, root)
         )
+
+    def _has_moved(self, tensor: torch.Tensor, root: Root) -> bool:
+        """Whether ``tensor``, which was ``root``, is somewhere else now: its ``data`` was set."""
+        found = self.roots.find(tensor)
+        return found is None or found[0] is not root
 
     def refuse_reads(self, tensor: torch.Tensor, why: str) -> None:
         """From now on no op may read ``tensor``, which the step has made: ``ModelError`` says ``why``."""
@@ -236,13 +244,16 @@ class Recorder(TorchDispatchMode):
     def _root_of(self, tensor: torch.Tensor) -> int:
         return self.roots.made[self.roots.number(tensor)].root.number
 
-    def _keep_originals(self, written: Iterable[torch.Tensor]) -> None:
-        """An op is about to write to tensors: keeps what is in real ones that were there before the step, and notes the
-        block that changes one of its own."""
+    def _writes(self, written: Sequence[torch.Tensor]) -> None:
+        """An op is about to write to tensors: of those that were there before the step keeps what is in real ones, and
+        notes which they are, and the block that changes one of its own."""
+        if self.phase is Phase.FORWARD:
+            self.parameters.write(written)
         for tensor in written:
             found = self.roots.find(tensor)
             if found is None or found[0].source is None:
                 continue
+            self._written.add(found[0].number)
             if not is_fake(tensor):
                 self._originals.keep(tensor)
             if self.phase is Phase.FORWARD and found[0].name.startswith(CONSTANT):
@@ -323,7 +334,7 @@ class Recorder(TorchDispatchMode):
         if self._unreadable:
             self._expect_readable(numbers)
         written = tensors_in(written_by(func, args, kwargs)) if is_mutable(func) else []
-        self._keep_originals(written)
+        self._writes(written)
         if kwargs.get("generator") is not None:
             self._originals.keep_generator(kwargs["generator"])
         result = self._run(func, args, kwargs, inputs)
@@ -341,7 +352,6 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.FORWARD:
             self.parameters.read(numbers, [name for name, _ in self._running])
             self._follow_buffers(func, args, numbers)
-            self.parameters.write(written)
         work = self.works.add(func, args, kwargs, result)
         self.ops.append(RawOp(work, numbers, made, *self._noted_place(), self.phase))
         return result

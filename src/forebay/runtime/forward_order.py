@@ -34,7 +34,7 @@ __all__ = ["ForwardOrder", "Passing"]
 
 class Passing(Enum):
     """How micro-batches pass forward: together; one after the other, as long as they leave something; or always so,
-    because some have where nobody knew of it."""
+    because each leaves something, or some have where nobody knew of it."""
 
     TOGETHER = "together"
     TRIED = "tried"
@@ -44,7 +44,10 @@ class Passing(Enum):
     def planned(cls, needs: Accumulation | None) -> Passing:
         """The first ones of a plan. One that knows nothing (None) has them pass together, as nearly all models can:
         what is found then is an error, once, and no other numbers."""
-        return cls.TOGETHER if needs is None or needs.leaves is Leaves.NOTHING else cls.TRIED
+        if needs is None or needs.leaves is Leaves.NOTHING:
+            return cls.TOGETHER
+        # What each leaves need not show behind it: torch counts no change by way of ``buffer.data``.
+        return cls.TRIED if needs.leaves is Leaves.ONCE else cls.IN_TURN
 
 
 @final

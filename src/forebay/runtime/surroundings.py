@@ -6,7 +6,7 @@ themselves, and about numbers that are drawn elsewhere:
 buffers      a forward that changes a buffer and computes with it (a running mean, a codebook) has to begin again with
              what was there before, so a copy of that is kept until backward has let go of the block. In the first
              forward with a buffer, in the modes that the block is in, ops are seen, and the copy is made in front of
-             the first that writes to the buffer. From then on it is made when a forward begins, if it was needed then.
+             the first that writes to the buffer. Where it was needed, it is made from then on when a forward begins.
 modes        ``train()`` or ``eval()``, module by module, and which parameters require a gradient: in the second run
              they are set as they were, and put back after it.
 attributes   those that the forward has set to something else, and what is in lists, dicts and objects among them, are
@@ -16,8 +16,10 @@ numbers      of a block that draws from Python's or NumPy's generator, or from o
 parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
              ``load_state_dict``), plain PyTorch refuses the backward, and so is it here.
 
-That a tensor was changed in place is told by torch's own count of that, where it counts (``uncounted.py``). The running
-statistics of a batch norm, which it only writes, are copied where some other op of the forward reads them.
+That a buffer was changed is told by the ops that are seen, by torch's own count of changes in place, and by the storage
+that it has. The count alone would not do: ``buffer.data`` has one of its own, and ops on lists of tensors
+(``torch._foreach_lerp_``) are not counted while ops are seen. The running statistics of a batch norm, which it only
+writes and torch does not count either (``uncounted.py``), are copied where some other op of the forward reads them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, final
 
 import torch
@@ -44,27 +45,32 @@ from forebay.runtime.uncounted import updated_uncounted
 __all__ = ["Found", "Surroundings"]
 
 
-class _Change(Enum):
-    """What forwards are known to do to a buffer: none has changed it, torch counts the changes, or it does not and the
-    forward reads the buffer."""
-
-    NONE = "none"
-    COUNTED = "counted"
-    UNCOUNTED = "uncounted"
-
-
 @final
 @dataclass(slots=True)
 class _Buffer:
-    """A buffer as a forward found it: ``name`` in the block, the tensor, torch's count of changes to it, and what it
-    held (None: no copy of that). ``read`` and ``updated``: what ops were seen to do, the second without counting."""
+    """A buffer as a forward found it: ``name`` in the block, the tensor, its ``storage``, torch's count of changes to
+    it, and what it held (None: no copy of that). ``then``: another tensor over the same storage, in a forward whose ops
+    are seen. ``read``, ``written`` and ``updated``: what ops were seen to do, the last without saying so."""
 
     name: str
     tensor: torch.Tensor
+    storage: int | None
     version: int
     content: torch.Tensor | None
+    then: torch.Tensor | None
     read: bool = False
+    written: bool = False
     updated: bool = False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether torch has counted a change."""
+        return version_of(self.tensor) != self.version
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it has another storage now (``buffer.data = ...``), and what it held is where it was."""
+        return storage_key(self.tensor) != self.storage
 
     def changed_unseen(self) -> bool:
         """Whether it holds something else than what was copied of it, if it was."""
@@ -81,13 +87,12 @@ class Surroundings:
     ) -> None:
         self.block = block
         self.compiled = compiled
-        self.unknown = _Change.COUNTED if compiled else _Change.NONE
         self.parameters = tuple(module.named_parameters())
         self.modules = tuple(module.named_modules())
         self._attributes = Attributes([inner for _, inner in self.modules], beside, compiled=compiled)
         self._watch = watch
-        # By the modes of all modules: what forwards in these were seen to do to a buffer.
-        self._changed: dict[tuple[bool, ...], dict[str, _Change]] = {}
+        # By the modes of all modules: whether forwards in these have changed a buffer.
+        self._changed: dict[tuple[bool, ...], dict[str, bool]] = {}
         # The same, whether they have drawn from Python's or NumPy's generator, or from one of the modules' own.
         self.draws: dict[tuple[bool, ...], bool] = {}
 
@@ -110,7 +115,7 @@ class Surroundings:
         """``copy``, of which no account knows, is kept."""
         self._watch.count(copy, Kind.ACTIVATION)
 
-    def _buffers(self, prefix: str, module: nn.Module, known: Mapping[str, _Change]) -> dict[str, _Buffer | None]:
+    def _buffers(self, prefix: str, module: nn.Module, known: Mapping[str, bool]) -> dict[str, _Buffer | None]:
         """Those of ``module`` itself, by the name that they have there (None: it is None), with a copy of what is
         ``known`` to change."""
         found: dict[str, _Buffer | None] = {}
@@ -119,23 +124,24 @@ class Surroundings:
                 found[own] = None
                 continue
             name = f"{prefix}.{own}" if prefix else own
-            content = None if known.get(name, self.unknown) is _Change.NONE else self.copy(buffer)
-            found[own] = _Buffer(name, buffer, version_of(buffer), content)
+            content = self.copy(buffer) if known.get(name, self.compiled) else None
+            then = None if name in known else buffer.detach()
+            found[own] = _Buffer(name, buffer, storage_key(buffer), version_of(buffer), content, then)
         return found
 
 
 @final
 class Found:
     """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any, ``attributes``,
-    and ``numbers`` (None: forwards in the same modes have drawn none). ``known`` says what these have done to the
-    buffers."""
+    and ``numbers`` (None: forwards in the same modes have drawn none). ``known`` says which buffers these have
+    changed."""
 
     def __init__(
         self,
         surroundings: Surroundings,
         modes: tuple[bool, ...],
         buffers: Sequence[tuple[nn.Module, Mapping[str, _Buffer | None]]],
-        known: dict[str, _Change],
+        known: dict[str, bool],
         attributes: FoundAttributes,
         numbers: HostNumbers | None,
     ) -> None:
@@ -160,6 +166,7 @@ class Found:
     def written(self, tensor: torch.Tensor) -> None:
         """An op of the forward is about to write to ``tensor``."""
         for buffer in self._over(tensor):
+            buffer.written = True
             if buffer.content is None:
                 buffer.content = self._around.copy(buffer.tensor)
 
@@ -183,7 +190,7 @@ class Found:
         storage = tensor.untyped_storage()._cdata
         for _, buffers in self._buffers:
             for buffer in buffers.values():
-                if buffer is not None and storage_key(buffer.tensor) == storage:
+                if buffer is not None and buffer.storage == storage:
                     yield buffer
 
     def end(self) -> None:
@@ -193,24 +200,29 @@ class Found:
         self._versions = tuple([p._version for _, p in self._around.parameters])
         for module, buffers in self._buffers:
             for own, buffer in buffers.items():
-                if buffer is None:
-                    continue
-                known = self._known.get(buffer.name, _Change.NONE)
-                counted = version_of(buffer.tensor) != buffer.version
-                if self._around.compiled and not counted and buffer.changed_unseen():
-                    buffer.updated = buffer.read = True  # nobody knows that it is not read
-                if buffer.updated and buffer.read and known is not _Change.UNCOUNTED:
-                    known = _Change.UNCOUNTED
-                    if buffer.content is not None:
-                        self._around.keeps(buffer.content)
-                elif counted and known is _Change.NONE:
-                    known = _Change.COUNTED
-                self._known[buffer.name] = known
-                if counted and buffer.content is None:
-                    self._lost.add(buffer.name)
-                if not counted and known is not _Change.UNCOUNTED:
-                    # One that was replaced by another tensor is itself what the forward found, and nobody else's now.
-                    buffer.content = None if module._buffers.get(own) is buffer.tensor else buffer.tensor
+                if buffer is not None:
+                    self._end_buffer(buffer, replaced=module._buffers.get(own) is not buffer.tensor)
+
+    def _end_buffer(self, buffer: _Buffer, *, replaced: bool) -> None:
+        """``replaced``: another tensor has its name now."""
+        then, buffer.then = buffer.then, None
+        known = self._known.get(buffer.name, False)
+        self._known[buffer.name] = known or self._has_changed(buffer)
+        if not self._known[buffer.name]:
+            # One that was replaced is itself what the forward found, and nobody else's now.
+            buffer.content = buffer.tensor if replaced else None
+        elif buffer.content is None:
+            buffer.content = then if buffer.is_moved else None
+            if buffer.content is None and (buffer.is_moved or buffer.is_counted):
+                self._lost.add(buffer.name)
+        elif buffer.updated and not known:
+            self._around.keeps(buffer.content)
+
+    def _has_changed(self, buffer: _Buffer) -> bool:
+        """Whether the forward, which is over, has changed what ``buffer`` holds, and may have read it."""
+        if buffer.written or (buffer.updated and buffer.read) or buffer.is_counted or buffer.is_moved:
+            return True
+        return self._around.compiled and buffer.changed_unseen()
 
     def _end_numbers(self) -> None:
         """Numbers of which no forward has drawn any need not be kept; those of the next one are, where this one has."""
