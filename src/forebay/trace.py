@@ -347,7 +347,8 @@ class Trace:
     ``changed_buffers`` names the buffers that the step changes in place: a block that is recomputed keeps a copy of its
     own as forward found them. ``written`` names the parameters that the forward writes to. ``unrepeatable`` names the
     blocks whose forward, in this trace or in one of its ``extremes``, changes in place a tensor that is no buffer, and
-    of which nobody keeps what was in it: they are not recomputed. ``leaves``: see there.
+    of which nobody keeps what was in it, or takes a gradient, for which it reads what autograd has saved in it: they
+    are not recomputed. ``leaves``: see there.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory; of a step that a

@@ -11,6 +11,7 @@ from torch import nn
 import forebay
 from forebay.errors import ForebayError, ModelError, UsageError
 from forebay.runtime.blocks import find_blocks
+from tests.parity.compare import stepped
 from tests.parity.recomputing import plan_of, recomputable
 from tests.parity.small import Layer, Network, batch, prepared, train
 
@@ -120,6 +121,65 @@ def test_a_second_derivative_of_what_stays() -> None:
     gradients = forebay.gradients(model)
     assert all(torch.equal(gradients[n], p.grad) for n, p in plain.named_parameters() if p.grad is not None)
     forebay.close(model)
+
+
+class Force(nn.Module):
+    """Adds the gradient of an energy, which its forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.energy = nn.Linear(16, 64), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(self.up(at).tanh()).sum(), at, create_graph=True)
+        return x - force
+
+
+class Adapting(nn.Module):
+    """Computes with the weights that are one step of descent away, as test-time training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.key, self.value = nn.Parameter(torch.eye(16)), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        missed = (self.key(x) @ self.fast - self.value(x)).square().sum()
+        (slope,) = torch.autograd.grad(missed, self.fast, create_graph=True)
+        return x + x @ (self.fast - 0.01 * slope)
+
+
+def feeding() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+
+@pytest.mark.parametrize("policy", ["stream-recompute", "offload-all", "auto"])
+@pytest.mark.parametrize(("layer", "room"), [(Force, "130KiB"), (Adapting, "74KiB")])
+def test_a_gradient_that_the_forward_of_a_block_takes(layer: type[nn.Module], room: str, policy: str) -> None:
+    """What was saved for it is read again before the forward is over: such blocks do not run again, others do."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer() if place % 2 else feeding() for place in range(6)))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    x = torch.linspace(-1, 1, 32 * 16).view(32, 16)
+    model, optimizer = forebay.prepare(
+        *made(), x, device_memory=room, policy=policy, device="cpu", blocks=list("012345")
+    )
+    again = forebay.report(model).plan.recompute
+    assert set(again) <= {"0", "2", "4"} and (again or policy != "stream-recompute")
+    plain, its = made()
+    expected = stepped(its, (plain(x).square().mean() for _ in range(3)))
+    assert stepped(optimizer, (model(x).square().mean() for _ in range(3))) == expected
+    forebay.close(model)
+
+
+def test_a_recording_says_which_blocks_take_a_gradient() -> None:
+    model = nn.Sequential(feeding(), Force(), Adapting())
+    trace = forebay.profile(model, torch.zeros(32, 16), "adamw", blocks=list("012"), loss_fn=lambda m, x: m(x).sum())
+    assert trace.unrepeatable == ("1", "2")
+    assert any("block 1 and 1 more are not recomputed" in n and "takes a gradient" in n for n in trace.notes)
 
 
 def test_backward_of_some_parameters_where_blocks_run_again() -> None:

@@ -51,9 +51,9 @@ def check_names(trace: Trace, plan: Plan) -> None:
         if name in trace.unrepeatable:
             raise _invalid(
                 name,
-                f"the plan recomputes block {name}, whose forward changes in place a tensor that is no buffer: the "
-                f"second run would find the change; leave the block out of recompute, or make the tensor a buffer "
-                f"(register_buffer) and the plan again",
+                f"the plan recomputes block {name}, whose forward changes in place a tensor that is no buffer, so that "
+                f"the second run would find the change, or takes a gradient itself (torch.autograd.grad); leave the "
+                f"block out of recompute, or make such a tensor a buffer (register_buffer) and the plan again",
             )
         if plan.recompute.count(name) > 1:
             raise _invalid(name, f"the plan names block {name} twice in recompute; keep one")

@@ -98,6 +98,7 @@ def capture(
         raise ModelError("batch holds no tensors; give what the model's forward is called with, as a dict or a tuple")
     bound, outside = find_blocks(model, blocks, keeping=keeping), set[str]()
     together = set[frozenset[str]]()
+    differentiating = set[str]()
     head = _head(model) if loss_piece else None
     wanted = torch.device(device)
     notes: list[str] = []
@@ -117,6 +118,7 @@ def capture(
             bound = find_blocks(model, blocks, outside, keeping=keeping)
             step = stepped(guess)
         together.update(step.recorder.again.together)
+        differentiating.update(step.recorder.differentiates)
         trace = finish(
             step.recorder,
             needing_each_other(bound.model, together),
@@ -143,7 +145,7 @@ def capture(
     leaves = Leaves.ALWAYS if _is_one_outside(trace.changed_buffers, bound) else found.leaves
     once = tuple(dict.fromkeys(name for one in (trace, *found.extremes) for name in one.unrepeatable))
     notes += [*found.notes, *found.typical.remarks]
-    notes += [remarks.once_only(once)] if once else []
+    notes += remarks.once_only(once, differentiating)
     trace = replace(trace, unrepeatable=once, leaves=leaves, notes=tuple(notes), extremes=found.extremes)
     return Captured(trace, found.typical.recorder.works.calls)
 

@@ -57,7 +57,7 @@ def finish(
         read_in_backward=tuple(b.name for b in model.blocks if b.name in recorder.parameters.in_backward),
         changed_buffers=recorder.changed_buffers,
         written=tuple(p.name for b in model.blocks for p in b.parameters if p.name in recorder.parameters.written),
-        unrepeatable=tuple(block.name for block in model.blocks if block.name in recorder.changes_own),
+        unrepeatable=tuple(b.name for b in model.blocks if b.name in recorder.changes_own | recorder.differentiates),
     )
 
 
@@ -73,8 +73,10 @@ class _Life:
         unsaved = last if root.unsaved is None or root.handles > 0 else root.unsaved
         packed = root in recorder.roots.packed
         self.saved = packed and root.source is None and root.born < backward and unsaved >= backward
+        # What forward itself asks for again, to take a gradient, has to be there all the time.
+        self.saved &= root.number not in recorder.asked_early
         if packed and not self.saved:
-            # Saved for a graph that was let go before backward: it lived for as long as the later of the two.
+            # Or saved for a graph that was let go before backward: it lived for as long as the later of the two.
             dropped = max(dropped, unsaved)
         self.dropped: int | None = None if root.source is not None or root.gradient else dropped
         self.unsaved: int | None = unsaved if self.saved else None

@@ -89,6 +89,9 @@ class Recorder(TorchDispatchMode):
         self.again = RunAgain()
         # Blocks whose forward changes in place what some module keeps to itself.
         self.changes_own = set[str]()
+        # Of what was saved and is asked for before the forward is over: the roots, by number, and the blocks.
+        self.asked_early = set[int]()
+        self.differentiates = set[str]()
         # By call: how many ops of the step had run when the last tensor was saved in it.
         self.saves: dict[int, int] = {}
         # By call: the block, and the module of it that was called.
@@ -315,6 +318,9 @@ class Recorder(TorchDispatchMode):
             finally:
                 self._quiet = False
         self.roots.alias(tensor, packed)
+        if self.phase is Phase.FORWARD:
+            self.asked_early.add(packed.root.number)
+            self.differentiates.update(self.began.get(packed.call, ())[:1])
         return tensor
 
     # Ops.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 __all__ = ["KEEPS_CACHE", "NO_CARD", "SUMMED", "once_only"]
 
@@ -19,10 +19,21 @@ SUMMED = (
 )
 
 
-def once_only(blocks: Sequence[str]) -> str:
-    """Why ``blocks`` are not recomputed (``Trace.unrepeatable``)."""
-    which = f"block {blocks[0]} and {len(blocks) - 1} more are" if len(blocks) > 1 else f"block {blocks[0]} is"
-    return (
-        f"{which} not recomputed, whatever the room: the forward changes in place a tensor that is no buffer, and "
-        f"nobody keeps what was in it; make it a buffer (register_buffer)"
-    )
+def once_only(blocks: Iterable[str], differentiating: Collection[str]) -> Iterator[str]:
+    """Why ``blocks`` are not recomputed (``Trace.unrepeatable``), of which those ``differentiating`` take gradients."""
+    changing = [name for name in blocks if name not in differentiating]
+    if changing:
+        yield (
+            f"{_which(changing)} not recomputed, whatever the room: the forward changes in place a tensor that is no "
+            f"buffer, and nobody keeps what was in it; make it a buffer (register_buffer)"
+        )
+    taking = [name for name in blocks if name in differentiating]
+    if taking:
+        yield (
+            f"{_which(taking)} not recomputed, whatever the room: the forward itself takes a gradient "
+            f"(torch.autograd.grad), for which it reads what autograd has saved in it"
+        )
+
+
+def _which(blocks: Sequence[str]) -> str:
+    return f"block {blocks[0]} and {len(blocks) - 1} more are" if len(blocks) > 1 else f"block {blocks[0]} is"
