@@ -283,13 +283,16 @@ class Segment:
     ``saves_until`` is, of a block's forward, the number of its ops that have run when autograd saves the last tensor in
     it, parameters and inputs included: as many are run again for backward where the block is recomputed. ``NO_SAVES``:
     backward asks for nothing that is saved in it, so that it is never run again; also of all other segments. ``given``
-    are the roots of its arguments: a recomputation keeps them, read or not.
+    are the roots of its arguments: a recomputation keeps them, read or not. ``replaced_nbytes`` are those of tensors
+    that were there before the step, as attributes and buffers of its module, and that it puts others in the place of: a
+    recomputation keeps these, too.
     """
 
     ops: tuple[Op, ...]
     tensors: tuple[Tensor, ...]
     saves_until: int
     given: tuple[int, ...] = ()
+    replaced_nbytes: int = 0
 
     @property
     def saves(self) -> bool:

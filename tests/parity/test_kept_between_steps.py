@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -128,6 +129,37 @@ class Learned(nn.Module):
         return table
 
 
+class Averages(nn.Module):
+    """Puts a new mean in the place of the one that it has found, as a buffer or as an attribute."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mean: torch.Tensor
+        if buffer:
+            self.register_buffer("mean", torch.zeros(128, WIDTH))
+        else:
+            self.mean = torch.zeros(128, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.9 + x.detach() * 0.1
+        return x + self.down(torch.tanh(self.up(x - self.mean)))
+
+
+class Recalls(nn.Module):
+    """Computes with what it was given in the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.before: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x if self.before is None else x + self.before.mean(0)
+        self.before = x.detach()
+        return x + self.down(torch.tanh(self.up(y)))
+
+
 LAYERS = (MakesMasks, Remembers, Shows, Normed, Positions, Learned)
 
 
@@ -184,6 +216,16 @@ def least(layer: Callable[[], nn.Module], policy: str, batch: torch.Tensor) -> i
 @pytest.mark.parametrize("policy", ["auto", "recompute", "offload-all", "checkmate", "capuchin", "superneurons"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_all_steps_are_within_the_budget(layer: Callable[[], nn.Module], policy: str, room: float) -> None:
+    assert_within_the_budget(layer, policy, room)
+
+
+@pytest.mark.parametrize("layer", [partial(Averages, buffer=True), partial(Averages, buffer=False), Recalls])
+def test_what_is_kept_of_what_forwards_replace_is_within_the_budget(layer: Callable[[], nn.Module]) -> None:
+    assert_within_the_budget(layer, "stream-recompute", 1.0)
+
+
+def assert_within_the_budget(layer: Callable[[], nn.Module], policy: str, room: float) -> None:
+    """``room``: how many times what is needed at least."""
     given = batches(128, 128, 128)
     plain = model(layer)
     expected = trained(plain, adamw(plain), given)

@@ -145,13 +145,15 @@ class Step:
         return sum(t.nbytes for t in self._buffers if t.name.startswith(f"{module}."))
 
     def found_nbytes(self, visit: int) -> int:
-        """Bytes of the buffers of the module of a visit that the step changes: what its forward has found in them is
-        kept for as long as its inputs are, where backward asks for what it saves."""
-        changed = self.trace.changed_buffers
-        if not changed or self.trace.visits[visit].kept_until == NO_SAVES:
+        """Bytes of what the forward of a visit finds in its module and changes, a buffer, or replaces, an attribute or
+        a buffer: that is kept for as long as its inputs are, where backward asks for what it saves."""
+        place = self.trace.visits[visit]
+        if place.kept_until == NO_SAVES:
             return 0
-        module = self.trace.model.block(self.trace.visits[visit].block).module
-        return sum(t.nbytes for t in self._buffers if t.name in changed and t.name.startswith(f"{module}."))
+        module = self.trace.model.block(place.block).module
+        own = (t for t in self._buffers if t.name.startswith(f"{module}."))
+        changed = sum(t.nbytes for t in own if t.name in self.trace.changed_buffers)
+        return changed + self.trace.segments[place.segment].replaced_nbytes
 
     def block(self, op: int) -> str:
         """The block of the visit that op number ``op`` belongs to."""

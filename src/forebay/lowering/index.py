@@ -371,11 +371,12 @@ class TraceIndex:
         return self._copied[place]
 
     def found_nbytes(self, place: int) -> int:
-        """Bytes of the buffers that a visit's module changes: recomputing it keeps what forward found in them
-        (``runtime/surroundings.py``)."""
-        module = f"{self.trace.model.block(self.trace.visits[place].block).module}."
-        changed = self.trace.changed_buffers
-        return sum(nbytes for name, nbytes in self._buffers if name in changed and name.startswith(module))
+        """Bytes of the buffers that a visit's module changes, and of those and of attributes that it replaces:
+        recomputing it keeps what forward found in them (``runtime/surroundings.py``)."""
+        visit = self.trace.visits[place]
+        module, changed = f"{self.trace.model.block(visit.block).module}.", self.trace.changed_buffers
+        held = sum(nbytes for name, nbytes in self._buffers if name in changed and name.startswith(module))
+        return held + self.trace.segments[visit.segment].replaced_nbytes
 
     def kept(self, place: int) -> set[int]:
         """Roots from outside that a recomputation of a visit keeps: its arguments, and what its ops read."""

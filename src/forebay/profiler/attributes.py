@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
+import torch
 from torch import nn
 
 from forebay.runtime.inside import Content, attributes_of, look_inside
 
-__all__ = ["Attributes", "attributes_put_back"]
+__all__ = ["Attributes", "Held", "attributes_put_back"]
 
 
 @final
@@ -39,6 +40,24 @@ class Attributes:
         for content in self._contents:
             if content.is_changed():
                 content.put_back()
+
+
+@final
+class Held:
+    """The tensors that a module and those in it have now, as attributes or buffers; no parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._by_place = [
+            (values, name, value)
+            for one in module.modules()
+            for values in (one.__dict__, one._buffers)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def replaced(self) -> Iterator[torch.Tensor]:
+        """Those in whose place something else is."""
+        return (value for values, name, value in self._by_place if values.get(name) is not value)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def finish(
     modules = {block.name: block.module for block in model.blocks}
     whole = {call for call, (block, name) in recorder.began.items() if modules[block] in (None, name)}
     saved = {call: ops for call, ops in recorder.saves.items() if call in recorder.roots.asked and call in whole}
-    calls = Calls(saved, recorder.roots.kept, given)
+    calls = Calls(saved, recorder.roots.kept, given, recorder.replaced)
     segments, visits = cut(_ops(recorder, ids, is_source, lives), tensors, calls)
     return Trace(
         model=model,

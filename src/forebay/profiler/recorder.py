@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from forebay.device.schema import is_mutable, written_by
 from forebay.errors import CaptureFailed, ModelError
 from forebay.memory import Kind
+from forebay.profiler.attributes import Held
 from forebay.profiler.guesses import Guess
 from forebay.profiler.originals import Originals
 from forebay.profiler.parameter_uses import ParameterUses
@@ -98,6 +99,10 @@ class Recorder(TorchDispatchMode):
         self.began: dict[int, tuple[str, str]] = {}
         # By call: numbers of the tensors that own the storages of its arguments.
         self.given: dict[int, list[int]] = {}
+        # By call: bytes of what was there before the step and it has put other tensors in the place of. By calls that
+        # are not over: what their modules held.
+        self.replaced: dict[int, int] = {}
+        self._held: dict[int, Held] = {}
         # Which place it was when autograd made the nodes from a sequence number on.
         self._since: list[int] = [0]
         self._places: list[tuple[str, int]] = [OUTSIDE]
@@ -146,6 +151,8 @@ class Recorder(TorchDispatchMode):
                 place = (block, self._calls)
                 self.given[self._calls] = self._arguments(args, kwargs)
                 self.began[self._calls] = block, name
+                if self.phase is Phase.FORWARD:
+                    self._held[self._calls] = Held(module)
             self._running.append((name, place))
             self._turn(place)
             self._save_again(name)
@@ -169,10 +176,17 @@ class Recorder(TorchDispatchMode):
                 torch._C._autograd._pop_saved_tensors_default_hooks()
                 self._saving = None
             if self._running and self._running[-1][0] == name:
-                self._running.pop()
+                self._left(self._running.pop()[1][1])
             self._turn(self.place)
 
         return leave
+
+    def _left(self, call: int) -> None:
+        """A module of ``call`` has returned, which may be the one that was called."""
+        if call in self._held and not (self._running and self._running[-1][1][1] == call):
+            found = [self.roots.find(one) for one in self._held.pop(call).replaced() if _has_storage(one)]
+            roots = {place[0].number: place[0] for place in found if place is not None}
+            self.replaced[call] = sum(root.nbytes for root in roots.values() if root.source is not None)
 
     def _arguments(self, args: Any, kwargs: Any) -> list[int]:
         # Not what a cache holds: a recomputation remembers that and does not keep it (``runtime/recompute.py``).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from forebay.trace import NO_SAVES, Gradient, Op, Phase, Segment, Tensor, Visit
@@ -37,11 +37,12 @@ class Recorded:
 class Calls:
     """Calls of blocks' modules, by their numbers: how many ops of the step had run when the last tensor was ``saved``
     in one (left out where backward asks for none), after which op the last of those was let go (``kept``), the roots
-    of its arguments (``given``)."""
+    of its arguments (``given``), the bytes of what it puts other tensors in the place of (``replaced``)."""
 
     saved: Mapping[int, int] = field(default_factory=dict)
     kept: Mapping[int, int] = field(default_factory=dict)
     given: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    replaced: Mapping[int, int] = field(default_factory=dict)
 
 
 def cut(
@@ -65,6 +66,7 @@ def cut(
         call = ops[begin].call if saves_until != NO_SAVES else 0
         given = calls.given.get(call, ())
         segment, ports, first_tensor = _localise(ops[begin:end], tensors, saves_until, given)
+        segment = replace(segment, replaced_nbytes=calls.replaced.get(call, 0))
         outside = tuple((tensors[p].nbytes, tensors[p].dtype) for p in ports)
         number = segments.setdefault((segment, outside), len(segments))
         if first_tensor is None:
