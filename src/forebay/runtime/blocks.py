@@ -196,20 +196,21 @@ def _refuse_immovable(name: str, parameter: nn.Parameter) -> None:
 
 def _refuse_overlapping(parameters: Mapping[str, nn.Parameter]) -> None:
     """Two that are tied by their memory and not by what they are: each would have a home, and so values, of its own."""
-    there = [
-        (p.untyped_storage()._cdata, p.storage_offset() * p.itemsize, name)
-        for name, p in parameters.items()
-        if p.numel()
-    ]
-    before, end = "", (0, 0)
-    for storage, start, name in sorted(there):
-        if (storage, start) < end and (parameters[name].requires_grad or parameters[before].requires_grad):
-            raise ModelError(
-                f"parameters {before} and {name} are two and share memory; make them one (a.weight = b.weight, as "
-                f"tied layers have it), or give one of them memory of its own (clone())"
-            )
-        if (storage, start + parameters[name].nbytes) > end:
-            before, end = name, (storage, start + parameters[name].nbytes)
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in parameters.items():
+        start = int(parameter.storage_offset()) * parameter.itemsize
+        place = start, start + parameter.nbytes, name
+        by_storage.setdefault(parameter.untyped_storage()._cdata, []).append(place)
+    for places in by_storage.values():
+        before, end = "", 0
+        for start, after, name in sorted(places):
+            if start < min(after, end) and (parameters[name].requires_grad or parameters[before].requires_grad):
+                raise ModelError(
+                    f"parameters {before} and {name} are two and share memory; make them one (a.weight = b.weight, as "
+                    f"tied layers have it), or give one of them memory of its own (clone())"
+                )
+            if after > end:
+                before, end = name, after
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -101,5 +101,5 @@ def _described(value: Any, depth: int) -> Hashable:
         return str(structure), tuple(_described(leaf, depth) for leaf in leaves)
     fields = getattr(value, "__dict__", None)
     if depth == 0 or not isinstance(fields, dict):
-        return type(value)
-    return type(value), _described(fields, depth - 1)
+        return type(value).__qualname__
+    return type(value).__qualname__, _described(fields, depth - 1)
