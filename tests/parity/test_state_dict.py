@@ -313,9 +313,26 @@ def test_foreign_optimizer_states_are_refused(prepare: Prepare) -> None:
     spoiled["state"][1]["exp_avg"] = torch.zeros(3)
     with pytest.raises(forebay.ForebayError, match=r"exp_avg of .* has shape \(3,\)"):
         optimizer.load_state_dict(spoiled)
+    del spoiled["state"][1]["exp_avg"]
+    with pytest.raises(forebay.ForebayError, match="has no exp_avg"):
+        optimizer.load_state_dict(spoiled)
     after = optimizer.state_dict()
     for index, state in before["state"].items():
         assert all(torch.equal(after["state"][index][key], value) for key, value in state.items())
+
+
+def test_a_master_of_another_shape_is_refused() -> None:
+    """Also where an optimizer keeps no state of its own."""
+    model = CASE.model(torch.bfloat16)
+    model, optimizer = forebay.prepare(
+        model, MAKES["sgd"](model.parameters()), device_memory=AMPLE, policy="stream", device="cpu"
+    )
+    train(CASE, model, optimizer, range(1))
+    spoiled = optimizer.state_dict()
+    spoiled["state"][1]["master"] = torch.zeros(3)
+    with pytest.raises(forebay.ForebayError, match=r"master of .* has shape \(3,\)"):
+        optimizer.load_state_dict(spoiled)
+    forebay.close(model)
 
 
 def test_an_optimizer_without_steps(prepare: Prepare) -> None:

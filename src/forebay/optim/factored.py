@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
 
 from forebay.kernels.adafactor_step import AdafactorStep
-from forebay.optim.rules import Keeping, UpdateRule, WholeRule
+from forebay.optim.rules import Keeping, Switch, UpdateRule, WholeRule
 from forebay.states import FACTORED
 
 __all__ = ["AdafactorRule", "CameRule", "TorchAdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
@@ -75,6 +76,8 @@ class TorchAdafactorRule(WholeRule):
 @final
 class TransformersAdafactorRule(WholeRule):
     """``transformers.Adafactor``, on fp32 masters where parameters have 16 bits. ``momentum``: there is a ``beta1``."""
+
+    switches = MappingProxyType({"exp_avg": Switch("beta1", lambda beta: beta is not None)})
 
     def __init__(self, *, momentum: bool) -> None:
         factors = "exp_avg_sq_row:rows-flat", "exp_avg_sq_col:columns-flat", "exp_avg_sq:vector-torch"

@@ -52,12 +52,10 @@ def chooser_of(rule: AdamRule | LionRule | SgdRule) -> tuple[Choose, tuple[str, 
 def left_alone(rule: AdamRule | LionRule | SgdRule, group: Mapping[str, Any] | None) -> tuple[int, ...]:
     """Which of the rule's states a step with the hyperparameters ``group`` neither reads nor writes: those that only
     other groups of the optimizer ask for. None: which there are for any group."""
-    names = [plain_name(state) for state in rule.state_names]
-    if isinstance(rule, SgdRule) and (group is None or float(group["momentum"]) == 0):
-        return tuple(range(len(names)))
-    if isinstance(rule, AdamRule) and (group is None or not group["amsgrad"]):
-        return tuple(number for number, name in enumerate(names) if name == "max_exp_avg_sq")
-    return ()
+    states = enumerate(rule.state_names)
+    if group is None:
+        return tuple(number for number, state in states if plain_name(state) in rule.switches)
+    return tuple(number for number, state in states if not rule.asks(state, group))
 
 
 def _adam_numbers(rule: AdamRule, step: int, group: Mapping[str, Any]) -> tuple[bool, Any]:

@@ -92,10 +92,11 @@ class LeanOptimizer(RuledOptimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         rule = self.rule
-        for key, parameter in zip(keys, parameters, strict=False):
+        options = [group for group in state_dict["param_groups"] for _ in group["params"]]
+        for key, parameter, group in zip(keys, parameters, options, strict=False):
             saved = state_dict["state"].get(key)
             if saved:
-                check_states(f"parameter {key}", shape_of(parameter, rule.keeping.orthogonal), saved, rule.state_names)
+                check_states(f"parameter {key}", shape_of(parameter, rule.keeping.orthogonal), saved, rule, group)
         super().load_state_dict(state_dict)
         # torch casts states to their parameter's dtype: codes, scales and masters stay what they are.
         for key, parameter in zip(keys, parameters, strict=True):

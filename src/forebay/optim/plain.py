@@ -15,7 +15,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adamax import adamax
 from torch.optim.rmsprop import rmsprop
 
-from forebay.optim.rules import ElementRule, States
+from forebay.optim.rules import ElementRule, States, Switch
 from forebay.workspaces import PIECE
 
 __all__ = ["PlainRule", "rmsprop_rule"]
@@ -29,13 +29,13 @@ Xeon; all at once, and in pieces of 1M, 4.3 to 12 times (docs/log.md, 2026-11-30
 @dataclass(frozen=True)
 class _Function:
     """One of torch's: what it is called with behind parameters and gradients. ``states`` in its order, by their names
-    in a ``state_dict``, then the hyperparameters ``numbers`` and ``switches``. In front of the first step the first
+    in a ``state_dict``, then the hyperparameters ``numbers`` and ``flags``. In front of the first step the first
     state is what the hyperparameter ``begins`` says, if there is one; all others are zeros."""
 
     of_torch: Callable[..., None]
     states: tuple[str, ...]
     numbers: tuple[str, ...]
-    switches: tuple[str, ...] = ("maximize",)
+    flags: tuple[str, ...] = ("maximize",)
     begins: str = ""
 
 
@@ -68,6 +68,9 @@ class PlainRule(ElementRule):
     ``name`` is which, in lower case; ``state_names`` are those of its states that there are (default: all).
     """
 
+    # Of RMSprop alone: the others have no states of these names.
+    switches = MappingProxyType({"grad_avg": Switch("centered"), "momentum_buffer": Switch("momentum")})
+
     def __init__(self, name: str, state_names: tuple[str, ...] = ()) -> None:
         self._name = name
         self.state_names = state_names or _FUNCTIONS[name].states
@@ -96,22 +99,18 @@ class PlainRule(ElementRule):
 
 def rmsprop_rule(groups: Iterable[Mapping[str, Any]]) -> PlainRule:
     """RMSprop with the states that any of ``groups`` asks for."""
-    groups = list(groups)
-    left_out = {
-        "grad_avg": not any(group["centered"] for group in groups),
-        "momentum_buffer": not any(group["momentum"] > 0 for group in groups),
-    }
-    return PlainRule("rmsprop", tuple(n for n in _FUNCTIONS["rmsprop"].states if not left_out.get(n)))
+    groups, states = list(groups), _FUNCTIONS["rmsprop"].states
+    return PlainRule("rmsprop", tuple(name for name in states if any(PlainRule.asks(name, group) for group in groups)))
 
 
 def _hyperparameters(function: _Function, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     numbers = {name: group[name] for name in function.numbers}
     for place, beta in enumerate(numbers.pop("betas", ())):
         numbers[f"beta{place + 1}"] = beta
-    switches = {name: bool(group[name]) for name in function.switches}
-    if "fused" in switches:  # of Adagrad, which torch fuses for a CPU only
-        switches["fused"] &= device.type == "cpu"
-    return {name: float(value) for name, value in numbers.items()} | switches
+    flags = {name: bool(group[name]) for name in function.flags}
+    if "fused" in flags:  # of Adagrad, which torch fuses for a CPU only
+        flags["fused"] &= device.type == "cpu"
+    return {name: float(value) for name, value in numbers.items()} | flags
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -24,14 +24,18 @@ def _adam(groups: _Groups) -> AdamRule:
     decoupled = {bool(group["decoupled_weight_decay"]) for group in groups}
     if len(decoupled) > 1:
         raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
-    return AdamRule(decoupled=decoupled.pop(), amsgrad=any(group["amsgrad"] for group in groups))
+    return AdamRule(decoupled=decoupled.pop(), amsgrad=_any_asks(AdamRule, "max_exp_avg_sq", groups))
+
+
+def _any_asks(rule: type[UpdateRule], state: str, groups: _Groups) -> bool:
+    return any(rule.asks(state, group) for group in groups)
 
 
 _OF_TORCH: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Groups], UpdateRule]]] = MappingProxyType(
     {
         torch.optim.AdamW: _adam,
         torch.optim.Adam: _adam,
-        torch.optim.SGD: lambda groups: SgdRule(momentum=any(group["momentum"] != 0 for group in groups)),
+        torch.optim.SGD: lambda groups: SgdRule(momentum=_any_asks(SgdRule, "momentum_buffer", groups)),
         torch.optim.RMSprop: rmsprop_rule,
         torch.optim.Adagrad: lambda groups: PlainRule("adagrad"),
         torch.optim.Adadelta: lambda groups: PlainRule("adadelta"),
@@ -87,7 +91,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
     if isinstance(optimizer, RuledOptimizer):
         return optimizer.rule
     if name == _OF_TRANSFORMERS:
-        return TransformersAdafactorRule(momentum=any(group["beta1"] is not None for group in groups))
+        return TransformersAdafactorRule(momentum=_any_asks(TransformersAdafactorRule, "exp_avg", groups))
     if name == _CAME:
         return CameRule()
     if any(group.get("differentiable") for group in groups):

@@ -10,15 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
 
 from forebay.errors import OptimizerError
-from forebay.states import Moments, moment_states
+from forebay.states import Moments, moment_states, plain_name
 from forebay.workspaces import PIECE
 
-__all__ = ["AdamRule", "ElementRule", "Keeping", "LionRule", "SgdRule", "UpdateRule", "WholeRule"]
+__all__ = ["AdamRule", "ElementRule", "Keeping", "LionRule", "SgdRule", "Switch", "UpdateRule", "WholeRule"]
 
 States = Mapping[str, Sequence[torch.Tensor]]
 
@@ -33,12 +34,47 @@ class Keeping:
     orthogonal: frozenset[int] = frozenset()
 
 
+@final
+@dataclass(frozen=True)
+class Switch:
+    """What asks for a state that not every group has: an ``option`` of the group, by the values that ``on`` is true of.
+    ``begins``: an option with which, if it is not 0, the first step so asked makes the state as no later one does."""
+
+    option: str
+    on: Callable[[Any], bool] = bool
+    begins: str = ""
+
+
 class UpdateRule(ABC):
     """One optimizer's arithmetic. ``state_names`` are its states, in torch's own names, and how they lie
-    (``forebay.states``), of parameters kept as ``keeping`` says."""
+    (``forebay.states``), of parameters kept as ``keeping`` says. They are those that any group asks for; ``switches``,
+    by plain name, are what asks for those that another group may do without."""
 
     state_names: tuple[str, ...]
     keeping: Keeping = Keeping()
+    switches: Mapping[str, Switch] = MappingProxyType({})
+
+    @final
+    @classmethod
+    def asks(cls, state: str, group: Mapping[str, Any]) -> bool:
+        """Whether a step with the hyperparameters ``group`` reads and writes ``state``."""
+        switch = cls.switches.get(plain_name(state))
+        return switch is None or switch.on(group.get(switch.option))
+
+    @final
+    def missing(self, group: Mapping[str, Any], began: Mapping[str, Any]) -> str:
+        """Which option of ``group`` asks for a state that is not there, in words; ``""`` for none. ``began`` are the
+        hyperparameters that the group had when it got its states."""
+        kept = set(map(plain_name, self.state_names))
+        for state, switch in self.switches.items():
+            if not self.asks(state, group):
+                continue
+            found = f"{switch.option} is {group[switch.option]} in a parameter group"
+            if state not in kept:
+                return f"{found}, and there is no {state} for it"
+            if group.get(switch.begins) and not self.asks(state, began):
+                return f"{found} that began without it, and with {switch.begins} it cannot begin later"
+        return ""
 
 
 class ElementRule(UpdateRule):
@@ -86,6 +122,8 @@ class AdamRule(ElementRule):
 
     Raises ``OptimizerError`` for amsgrad with moments of few bits: their largest would be that of their roundings.
     """
+
+    switches = MappingProxyType({"max_exp_avg_sq": Switch("amsgrad")})
 
     def __init__(self, *, decoupled: bool, amsgrad: bool, moments: Moments = "float32", masters: bool = True) -> None:
         if amsgrad and moments in ("8bit", "4bit"):
@@ -138,6 +176,9 @@ def _adam_rule(decoupled: bool, amsgrad: bool, moments: Moments, masters: bool) 
 @final
 class SgdRule(ElementRule):
     """SGD with momentum as in ``torch.optim.SGD``."""
+
+    # torch begins the momentum as the gradient, without dampening, when a step first asks for it; here step 1 does.
+    switches = MappingProxyType({"momentum_buffer": Switch("momentum", begins="dampening")})
 
     def __init__(self, *, momentum: bool) -> None:
         self.state_names = ("momentum_buffer",) if momentum else ()

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from forebay.errors import OptimizerError
+from forebay.layout import MASTER
+from forebay.optim.rules import UpdateRule
 from forebay.states import Shape, Shaped, form_of, plain_name
 
 __all__ = ["StateHost", "StreamedOptimizer", "check_states", "frozen_group", "groups_with", "shape_of"]
@@ -19,8 +21,8 @@ class StateHost(Protocol):
     """Whoever holds the states and runs the updates (``runtime.session``)."""
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        """The optimizer's states, and how they lie."""
+    def rule(self) -> UpdateRule:
+        """What a step does, and the states that there are for it."""
 
     def parameter(self, name: str) -> Shaped:
         """The parameter called ``name``."""
@@ -47,6 +49,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._host = host
         self._names = names
         self._group_of: dict[str, Mapping[str, Any]] = {}
+        # The hyperparameters with which a group got its states, by ``id``.
+        self._began: dict[int, Mapping[str, object]] = {}
         self._states = _StatesAway(host, names, self._group_of)
         super().__init__(source.param_groups, source.defaults)
         host.follow(self.hyperparameters)
@@ -68,28 +72,45 @@ class StreamedOptimizer(torch.optim.Optimizer):
             self._states.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses parameters that were not there when the model was prepared."""
-        params = param_group["params"]
-        members = [params] if isinstance(params, torch.Tensor) else list(params)
-        if any(id(p) not in self._names for p in members):
-            raise OptimizerError(
-                "add_param_group: a parameter is not one of the prepared model's; add all groups before prepare()"
-            )
-        super().add_param_group(param_group)
+        """Adds a group. Raises ``OptimizerError`` for parameters that were not there when the model was prepared, and
+        for an option whose state was not."""
+        super().add_param_group(param_group)  # first: what is given may be named, or an iterator
+        try:
+            if any(id(p) not in self._names for p in param_group["params"]):
+                raise OptimizerError(
+                    "add_param_group: a parameter is not one of the prepared model's; add all groups before prepare()"
+                )
+            began = self._frozen(param_group)
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+        self._began[id(param_group)] = began
         self._group_of.update((self._names[id(p)], param_group) for p in param_group["params"])
 
     def hyperparameters(self, names: Collection[str]) -> dict[str, Mapping[str, object]]:
-        """What a step would take now for the parameters in ``names`` that are in a group: one copy for each group."""
+        """What a step would take now for the parameters in ``names`` that are in a group: one copy for each group.
+        Raises ``OptimizerError`` as that step would."""
         groups = {name: self._group_of[name] for name in names if name in self._group_of}
-        frozen = {id(group): frozen_group(group) for group in groups.values()}
+        frozen = {id(group): self._frozen(group) for group in groups.values()}
         return {name: frozen[id(group)] for name, group in groups.items()}
+
+    def _frozen(self, group: Mapping[str, Any]) -> dict[str, object]:
+        """A copy of the hyperparameters in ``group``, for a step. Raises ``OptimizerError`` where an option is on whose
+        state there is not: no room was planned for it."""
+        if missing := self._host.rule.missing(group, self._began.get(id(group), group)):
+            raise OptimizerError(
+                f"{missing}; forebay.prepare makes states for the options as they are then. Turn it on before that, or "
+                f"leave it off (OneCycleLR and CyclicLR turn momentum on; give them cycle_momentum=False)"
+            )
+        return frozen_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One optimizer step. Returns the closure's loss if there is one.
 
         Updates on the host may still be running when this returns; whatever reads the parameters through forebay or
-        through the model's forward waits for them.
+        through the model's forward waits for them. Raises ``OptimizerError`` for an option that was turned on since the
+        model was prepared, and needs a state that there is not.
         """
         loss = None
         if closure is not None:
@@ -97,7 +118,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         groups: dict[str, Mapping[str, object]] = {}
         for group in self.param_groups:
-            frozen = frozen_group(group)
+            frozen = self._frozen(group)
             groups.update(dict.fromkeys(map(self._names.__getitem__, map(id, group["params"])), frozen))
         self._host.step(groups)
         return loss
@@ -128,7 +149,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Loads what ``state_dict``, or the ``torch.optim`` optimizer of the same kind, gave. The user's hooks before
         and after run as in ``torch.optim``.
 
-        Raises ``OptimizerError`` when groups or shapes are those of other parameters.
+        Raises ``OptimizerError`` when groups or shapes are those of other parameters, or an option of a group is on
+        whose state there is not.
         """
         state_dict = state_dict.copy()  # a hook may change it, and what was given is the caller's
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -145,16 +167,20 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 f"the saved optimizer has groups of {[len(g['params']) for g in saved]} parameters, this one has "
                 f"{[len(g['params']) for g in self.param_groups]}"
             )
-        keys = [key for group in saved for key in group["params"]]
         states: dict[str, Mapping[str, torch.Tensor]] = {}
-        for key, parameter in zip(keys, self._parameters(), strict=True):
-            entry = state_dict["state"].get(key, {})
-            name = self._names[id(parameter)]
-            check_states(name, self._host.parameter(name), entry, self._host.state_names)
-            states[name] = entry
-        self._host.write_states(states)
+        began = []
         for group, loaded in zip(self.param_groups, saved, strict=True):
+            options = {**group, **loaded}
+            began.append(self._frozen(options))
+            for key, parameter in zip(loaded["params"], group["params"], strict=True):
+                entry = state_dict["state"].get(key, {})
+                name = self._names[id(parameter)]
+                check_states(name, self._host.parameter(name), entry, self._host.rule, options)
+                states[name] = entry
+        self._host.write_states(states)
+        for group, loaded, options in zip(self.param_groups, saved, began, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+            self._began[id(group)] = options
 
 
 @final
@@ -221,12 +247,16 @@ def shape_of(parameter: torch.Tensor, orthogonal: Collection[int]) -> Shape:
     return Shape(tuple(parameter.shape), orthogonal=id(parameter) in orthogonal)
 
 
-def check_states(name: str, parameter: Shaped, entry: Mapping[str, Any], required: Iterable[str]) -> None:
-    """Raises ``OptimizerError`` where the saved states in ``entry`` are not those of the parameter ``name``."""
-    for state in required if entry else ():
+def check_states(
+    name: str, parameter: Shaped, entry: Mapping[str, Any], rule: UpdateRule, group: Mapping[str, Any]
+) -> None:
+    """Raises ``OptimizerError`` where the saved states in ``entry`` are not those that ``rule`` keeps of the parameter
+    ``name`` in a group with the hyperparameters ``group``."""
+    for state in (*rule.state_names, MASTER) if entry else ():
         key, form = plain_name(state), form_of(state)
         wanted, value = form.shape_for(parameter), entry.get(key)
-        if wanted is None:
+        needed = state != MASTER and rule.asks(state, group)
+        if wanted is None or (value is None and not needed):
             continue
         if not isinstance(value, torch.Tensor):
             raise OptimizerError(f"the saved state of {name} has no {key}; it is another optimizer's")
