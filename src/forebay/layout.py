@@ -50,6 +50,7 @@ __all__ = [
     "has_residual",
     "has_stream",
     "in_order",
+    "is_dense",
     "is_drawn",
     "is_same_order",
     "needs_master",
@@ -114,6 +115,19 @@ def has_stream(stream: str, parameter: Parameter) -> bool:
 def is_same_order(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
     """Whether elements of ``shape`` lie alike by both strides. Of one element in a dimension they say nothing."""
     return all(size == 1 or one == two for size, one, two in zip(shape, stride, other, strict=True))
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of ``shape`` fill one stretch of memory, in any order of the dimensions. Where there
+    are none, nothing is left open."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def in_order(parameter: Parameter) -> bool:

@@ -58,10 +58,10 @@ NO_SAVES = -1
 class Parameter:
     """One parameter: plain PyTorch ``name``, ``shape`` and ``stride`` in elements, ``dtype`` without ``torch.``.
 
-    Its ``nbytes`` lie in the block's buffer from ``offset`` (bytes) on. ``trainable``: it requires grad. ``aliases``
-    are further names of the same parameter (tied weights). ``master``: if it is trained in 16 bits, an fp32 copy is
-    kept of it; else what an update makes of it is rounded up or down by chance. ``orthogonal``: its updates are made
-    orthogonal (``forebay.optim.Muon``).
+    Its ``nbytes`` lie in the block's buffer from ``offset`` (bytes) on. ``trainable``: it requires grad, and has
+    elements. ``aliases`` are further names of the same parameter (tied weights). ``master``: if it is trained in 16
+    bits, an fp32 copy is kept of it; else what an update makes of it is rounded up or down by chance. ``orthogonal``:
+    its updates are made orthogonal (``forebay.optim.Muon``).
     """
 
     name: str

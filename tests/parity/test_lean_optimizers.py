@@ -238,6 +238,14 @@ def test_lion_in_torchs_ops() -> None:
     team.close()
 
 
+def test_a_parameter_without_elements_takes_its_steps() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 0))
+    parameter.grad = torch.zeros(4, 0)
+    optimizer = AdamW([parameter])
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 1
+
+
 def test_what_is_refused() -> None:
     model = nn.Linear(4, 4)
     for options, words in (

@@ -45,6 +45,22 @@ class Unboxing(Network):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Hollow(Network):
+    """Has parameters without elements: one of its own, one in a layer, and a layer of no others."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.none = nn.Parameter(torch.zeros(0, 8))
+        self.layers[1].none = nn.Parameter(torch.zeros(8, 0))
+        self.layers[2] = nn.Linear(8, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.emb(x)
+        for layer in (self.layers[0], self.layers[1], self.layers[3]):
+            x = layer(x) + self.layers[1].none.sum() + self.layers[2](x).sum()
+        return self.head(x) + self.none.sum()  # type: ignore[no-any-return]
+
+
 def shared_in_a_list() -> nn.Module:
     model = Network(layers=4)
     model.layers[3] = model.layers[1]
@@ -76,7 +92,7 @@ def parameters_of_a_kind() -> nn.Module:
 
 
 @pytest.mark.parametrize("policy", ["auto", "stream", "stream-recompute"])
-@pytest.mark.parametrize("make", [Unboxing, shared_in_a_list, shared_in_a_sequence, parameters_of_a_kind])
+@pytest.mark.parametrize("make", [Unboxing, Hollow, shared_in_a_list, shared_in_a_sequence, parameters_of_a_kind])
 def test_forms_of_models(make: Callable[[], nn.Module], policy: str) -> None:
     assert_trains_as_plain(make, policy)
 

@@ -16,7 +16,7 @@ import torch
 
 from forebay.errors import OptimizerError
 from forebay.kernels.team import Team, cores
-from forebay.layout import MASTER
+from forebay.layout import MASTER, is_dense
 from forebay.optim.choosing import host_arithmetic, torch_arithmetic
 from forebay.optim.flat import laid_flat
 from forebay.optim.parts import Arithmetic, Part, place_of
@@ -198,8 +198,5 @@ def in_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _expect_dense(parameter: torch.Tensor) -> None:
     if parameter.dtype not in _DTYPES:
         raise OptimizerError(f"a parameter is {parameter.dtype}; use float32, bfloat16 or float16")
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:
-            raise OptimizerError("a parameter overlaps itself or has gaps; make it dense (parameter.contiguous())")
-        expected *= size
+    if not is_dense(parameter.shape, parameter.stride()):
+        raise OptimizerError("a parameter overlaps itself or has gaps; make it dense (parameter.contiguous())")

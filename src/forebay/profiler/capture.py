@@ -324,7 +324,7 @@ class _Step:
                 real = self._bound.parameters[spec.name]
                 made = state[spec.name] = self._fake(real).requires_grad_(real.requires_grad)
                 self.recorder.parameters.add(made, spec.name, block)
-                if real.requires_grad:
+                if spec.trainable:
                     made.register_post_accumulate_grad_hook(self.recorder.gradient)
         for name, buffer in self._model.named_buffers():
             known = not buffer.is_meta and not buffer.is_floating_point() and not buffer.is_complex()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from forebay.device.compiling import compiled_modules, refuse_compiled_root
 from forebay.errors import ModelError
-from forebay.layout import align
+from forebay.layout import align, is_dense
 from forebay.memory import ALIGNMENT
 from forebay.optim.rules import Keeping
 from forebay.runtime.tiles import Tiled
@@ -188,7 +188,7 @@ def _refuse_immovable(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name} is a {type(value).__name__}, which is several tensors in one; forebay moves "
             f"plain ones: quantise with bitsandbytes, or not at all"
         )
-    if parameter.layout is not torch.strided or not _is_dense(parameter):
+    if parameter.layout is not torch.strided or not is_dense(parameter.shape, parameter.stride()):
         raise ModelError(f"parameter {name} is sparse or overlaps itself; make it dense (parameter.contiguous())")
     if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ModelError(f"parameter {name} is trained in {parameter.dtype}; use float32, bfloat16 or float16")
@@ -211,16 +211,6 @@ def _refuse_overlapping(parameters: Mapping[str, nn.Parameter]) -> None:
                 )
             if after > end:
                 before, end = name, after
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in any order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _names(root: nn.Module) -> dict[int, list[str]]:
@@ -332,11 +322,12 @@ def _lay_out(
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 nbytes=parameter.nbytes,
                 offset=end,
-                trainable=parameter.requires_grad,
+                trainable=parameter.requires_grad and parameter.numel() > 0,
                 aliases=aliases,
                 master=keeping.masters or parameter.dtype is not torch.bfloat16,
                 orthogonal=id(parameter) in keeping.orthogonal,
             )
         )
         end += align(parameter.nbytes)
-    return tuple(specs), max(end, ALIGNMENT)  # a slot for them is never empty
+    # A buffer of no bytes is nowhere: parameters without elements have one of the least length.
+    return tuple(specs), max(end, ALIGNMENT)

@@ -94,7 +94,7 @@ class Stepping:
         for state in self._store.blocks.values():
             for spec in state.block.parameters:
                 gradient = self._parameters[spec.name].grad if spec.name in groups else None
-                if gradient is None:
+                if gradient is None or not spec.numel:
                     continue
                 if isinstance(gradient, LandedGradient):
                     gradient.expect_same_source()
@@ -243,7 +243,7 @@ class Stepping:
     def _due(self, state: BlockState, groups: Groups) -> Iterator[str]:
         for spec in state.block.parameters:
             name = spec.name
-            if name not in groups:
+            if name not in groups or name not in state.steps:
                 continue
             landed = state.gradients.get(name)
             if self._parameters[name].grad is not None or (landed is not None and landed.waiting):
