@@ -48,6 +48,7 @@ def came(groups: Any, **numbers: Any) -> torch.optim.Optimizer:
 MAKERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "forebay": lambda g: Adafactor(g, lr=1e-2, weight_decay=0.1),
     "torch": lambda g: torch.optim.Adafactor(g, lr=1e-2, weight_decay=0.1),
+    "torch-tensor": lambda g: torch.optim.Adafactor(g, lr=torch.tensor(1e-2), weight_decay=0.1),
     "torch-maximize": lambda g: torch.optim.Adafactor(g, lr=1e-2, eps=(1e-10, 1e-3), d=2.0, maximize=True),
     "transformers": TransformersAdafactor,
     "transformers-warmup": lambda g: TransformersAdafactor(g, warmup_init=True, weight_decay=0.1),

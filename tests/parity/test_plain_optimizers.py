@@ -33,10 +33,12 @@ OPTIMIZERS: dict[str, Make] = {
     "adagrad-begun": lambda p: torch.optim.Adagrad(
         p, lr=1e-2, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.3
     ),
+    "adagrad-tensor": lambda p: torch.optim.Adagrad(p, lr=torch.tensor(3e-2), lr_decay=0.1),
     "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1, fused=True),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0, weight_decay=0.1),
     "adadelta-maximize": lambda p: torch.optim.Adadelta(p, lr=0.5, rho=0.8, maximize=True),
     "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2, betas=(0.8, 0.99)),
+    "adamax-tensor": lambda p: torch.optim.Adamax(p, lr=torch.tensor(1e-2)),
     "adamax-decay": lambda p: torch.optim.Adamax(p, lr=1e-2, weight_decay=0.1, maximize=True),
 }
 
@@ -153,6 +155,21 @@ def test_one_group_with_momentum() -> None:
     plain = made(reference)
     model, optimizer = forebay.prepare(model, made(model), device_memory=AMPLE, policy="stream", device="cpu")
     for step in range(STEPS):
+        step_both(step, (model, optimizer), (reference, plain))
+    assert all(torch.equal(values(model)[key], p) for key, p in reference.named_parameters())
+    forebay.close(model)
+
+
+def test_adagrad_begins_as_it_was_made_whatever_a_group_says() -> None:
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "initial_accumulator_value": 0.5}, {"params": rest}]
+        return torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1)
+
+    reference, model = network(), network()
+    plain = made(reference)
+    model, optimizer = forebay.prepare(model, made(model), device_memory=AMPLE, policy="stream", device="cpu")
+    for step in range(2):
         step_both(step, (model, optimizer), (reference, plain))
     assert all(torch.equal(values(model)[key], p) for key, p in reference.named_parameters())
     forebay.close(model)

@@ -9,7 +9,8 @@ __all__ = ["AdafactorStep"]
 
 @dataclass(frozen=True)
 class AdafactorStep:
-    """The hyperparameters of a step, counted from 1, in the names of ``torch.optim.Adafactor``."""
+    """The hyperparameters of a step, counted from 1, in the names of ``torch.optim.Adafactor``. Where ``lr`` is another
+    number than Python's, a tensor without a dimension, what is made of it is rounded as it is."""
 
     step: int
     lr: float

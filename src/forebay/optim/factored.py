@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 from typing import Any, final
@@ -16,7 +17,7 @@ from typing import Any, final
 import torch
 
 from forebay.kernels.adafactor_step import AdafactorStep
-from forebay.optim.rules import Keeping, Switch, UpdateRule, WholeRule
+from forebay.optim.rules import Keeping, Switch, UpdateRule, WholeRule, for_torch
 from forebay.states import FACTORED
 
 __all__ = ["AdafactorRule", "CameRule", "TorchAdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
@@ -48,7 +49,7 @@ class TorchAdafactorRule(WholeRule):
         group: Mapping[str, Any],
         room: Callable[[int], torch.Tensor],
     ) -> None:
-        numbers, count = adafactor_step(step, group), parameter.numel()
+        numbers, count = replace(adafactor_step(step, group), lr=for_torch(group["lr"])), parameter.numel()
         norm = parameter.norm(2).item()
         if numbers.weight_decay != 0:
             parameter.mul_(1 - numbers.lr * numbers.weight_decay)

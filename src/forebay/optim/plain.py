@@ -15,7 +15,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adamax import adamax
 from torch.optim.rmsprop import rmsprop
 
-from forebay.optim.rules import ElementRule, States, Switch
+from forebay.optim.rules import ElementRule, States, Switch, for_torch
 from forebay.workspaces import PIECE
 
 __all__ = ["PlainRule", "rmsprop_rule"]
@@ -29,14 +29,12 @@ Xeon; all at once, and in pieces of 1M, 4.3 to 12 times (docs/log.md, 2026-11-30
 @dataclass(frozen=True)
 class _Function:
     """One of torch's: what it is called with behind parameters and gradients. ``states`` in its order, by their names
-    in a ``state_dict``, then the hyperparameters ``numbers`` and ``flags``. In front of the first step the first
-    state is what the hyperparameter ``begins`` says, if there is one; all others are zeros."""
+    in a ``state_dict``, then the hyperparameters ``numbers`` and ``flags``."""
 
     of_torch: Callable[..., None]
     states: tuple[str, ...]
     numbers: tuple[str, ...]
     flags: tuple[str, ...] = ("maximize",)
-    begins: str = ""
 
 
 _FUNCTIONS: Final[Mapping[str, _Function]] = MappingProxyType(
@@ -47,13 +45,7 @@ _FUNCTIONS: Final[Mapping[str, _Function]] = MappingProxyType(
             ("lr", "alpha", "eps", "weight_decay", "momentum"),
             ("centered", "maximize"),
         ),
-        "adagrad": _Function(
-            adagrad,
-            ("sum",),
-            ("lr", "lr_decay", "eps", "weight_decay"),
-            ("maximize", "fused"),
-            begins="initial_accumulator_value",
-        ),
+        "adagrad": _Function(adagrad, ("sum",), ("lr", "lr_decay", "eps", "weight_decay"), ("maximize", "fused")),
         "adadelta": _Function(adadelta, ("square_avg", "acc_delta"), ("lr", "rho", "eps", "weight_decay")),
         "adamax": _Function(adamax, ("exp_avg", "exp_inf"), ("lr", "betas", "eps", "weight_decay")),
     }
@@ -65,14 +57,16 @@ class PlainRule(ElementRule):
     """RMSprop (Hinton, "Neural networks for machine learning", lecture 6e), Adagrad (Duchi, Hazan and Singer, 2011,
     figure 1), Adadelta (Zeiler, 2012, algorithm 1) or Adamax (Kingma and Ba, 2015, algorithm 2), as in ``torch.optim``.
 
-    ``name`` is which, in lower case; ``state_names`` are those of its states that there are (default: all).
+    ``name`` is which, in lower case; ``state_names`` are those of its states that there are (default: all). In front of
+    the first step the first of them has the value ``begins`` everywhere, and all others are zeros.
     """
 
     # Of RMSprop alone: the others have no states of these names.
     switches = MappingProxyType({"grad_avg": Switch("centered"), "momentum_buffer": Switch("momentum")})
 
-    def __init__(self, name: str, state_names: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, state_names: tuple[str, ...] = (), *, begins: float = 0.0) -> None:
         self._name = name
+        self._begins = begins
         self.state_names = state_names or _FUNCTIONS[name].states
 
     def update(
@@ -87,8 +81,8 @@ class PlainRule(ElementRule):
         options = _hyperparameters(function, group, parameters[0].device)
         for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             own = {name: states[name][number] for name in self.state_names}
-            if step == 1 and function.begins:
-                own[function.states[0]].fill_(group[function.begins])
+            if step == 1 and self._begins:
+                own[function.states[0]].fill_(self._begins)
             for given, made, *held in _pieces((parameter, gradient, *own.values())):
                 lists = {name: [state] for name, state in zip(own, held, strict=True)}
                 in_order = [lists.get(name, []) for name in function.states]
@@ -110,7 +104,7 @@ def _hyperparameters(function: _Function, group: Mapping[str, Any], device: torc
     flags = {name: bool(group[name]) for name in function.flags}
     if "fused" in flags:  # of Adagrad, which torch fuses for a CPU only
         flags["fused"] &= device.type == "cpu"
-    return {name: float(value) for name, value in numbers.items()} | flags
+    return {name: for_torch(value) for name, value in numbers.items()} | flags
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

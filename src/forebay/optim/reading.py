@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -17,31 +17,32 @@ from forebay.optim.rules import AdamRule, SgdRule, UpdateRule
 
 __all__ = ["RuledOptimizer", "name_of", "read_optimizer"]
 
-_Groups = list[dict[str, Any]]
+_Reader = Callable[[torch.optim.Optimizer], UpdateRule]
 
 
-def _adam(groups: _Groups) -> AdamRule:
-    decoupled = {bool(group["decoupled_weight_decay"]) for group in groups}
+def _adam(optimizer: torch.optim.Optimizer) -> AdamRule:
+    decoupled = {bool(group["decoupled_weight_decay"]) for group in optimizer.param_groups}
     if len(decoupled) > 1:
         raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
-    return AdamRule(decoupled=decoupled.pop(), amsgrad=_any_asks(AdamRule, "max_exp_avg_sq", groups))
+    return AdamRule(decoupled=decoupled.pop(), amsgrad=_any_asks(AdamRule, "max_exp_avg_sq", optimizer))
 
 
-def _any_asks(rule: type[UpdateRule], state: str, groups: _Groups) -> bool:
-    return any(rule.asks(state, group) for group in groups)
+def _any_asks(rule: type[UpdateRule], state: str, optimizer: torch.optim.Optimizer) -> bool:
+    return any(rule.asks(state, group) for group in optimizer.param_groups)
 
 
-_OF_TORCH: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Groups], UpdateRule]]] = MappingProxyType(
+_OF_TORCH: Final[Mapping[type[torch.optim.Optimizer], _Reader]] = MappingProxyType(
     {
         torch.optim.AdamW: _adam,
         torch.optim.Adam: _adam,
-        torch.optim.SGD: lambda groups: SgdRule(momentum=_any_asks(SgdRule, "momentum_buffer", groups)),
-        torch.optim.RMSprop: rmsprop_rule,
-        torch.optim.Adagrad: lambda groups: PlainRule("adagrad"),
-        torch.optim.Adadelta: lambda groups: PlainRule("adadelta"),
-        torch.optim.Adamax: lambda groups: PlainRule("adamax"),
-        torch.optim.Adafactor: lambda groups: TorchAdafactorRule(),
-        torch.optim.Muon: lambda groups: MuonRule(id(p) for group in groups for p in group["params"]),
+        torch.optim.SGD: lambda made: SgdRule(momentum=_any_asks(SgdRule, "momentum_buffer", made)),
+        torch.optim.RMSprop: lambda made: rmsprop_rule(made.param_groups),
+        # torch gives all states this value when it is made, whatever a group says.
+        torch.optim.Adagrad: lambda made: PlainRule("adagrad", begins=made.defaults["initial_accumulator_value"]),
+        torch.optim.Adadelta: lambda made: PlainRule("adadelta"),
+        torch.optim.Adamax: lambda made: PlainRule("adamax"),
+        torch.optim.Adafactor: lambda made: TorchAdafactorRule(),
+        torch.optim.Muon: lambda made: MuonRule(id(p) for group in made.param_groups for p in group["params"]),
     }
 )
 """By its class, no subclasses: these may compute something else."""
@@ -91,9 +92,9 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
     if isinstance(optimizer, RuledOptimizer):
         return optimizer.rule
     if name == _OF_TRANSFORMERS:
-        return TransformersAdafactorRule(momentum=_any_asks(TransformersAdafactorRule, "exp_avg", groups))
+        return TransformersAdafactorRule(momentum=_any_asks(TransformersAdafactorRule, "exp_avg", optimizer))
     if name == _CAME:
         return CameRule()
     if any(group.get("differentiable") for group in groups):
         raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
-    return _OF_TORCH[kind](groups)
+    return _OF_TORCH[kind](optimizer)

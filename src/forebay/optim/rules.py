@@ -13,15 +13,34 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from forebay.errors import OptimizerError
 from forebay.states import Moments, moment_states, plain_name
 from forebay.workspaces import PIECE
 
-__all__ = ["AdamRule", "ElementRule", "Keeping", "LionRule", "SgdRule", "Switch", "UpdateRule", "WholeRule"]
+__all__ = [
+    "AdamRule",
+    "ElementRule",
+    "Keeping",
+    "LionRule",
+    "SgdRule",
+    "Switch",
+    "UpdateRule",
+    "WholeRule",
+    "for_torch",
+]
 
 States = Mapping[str, Sequence[torch.Tensor]]
+
+
+def for_torch(given: Any) -> Any:
+    """A hyperparameter for torch's ops: a float, or a tensor without a dimension where it was one in fp32 (``given`` is
+    a number of numpy's then, ``streamed.frozen_group``), which rounds what is made of it to fp32."""
+    if isinstance(given, np.float32):
+        return torch.tensor(given.item(), dtype=torch.float32, device="cpu")
+    return float(given)
 
 
 @final
