@@ -15,7 +15,7 @@ from torch import nn
 import forebay
 from forebay.errors import OptimizerError
 from forebay.kernels.shares import BLOCK as KERNEL_BLOCK
-from forebay.optim import Adafactor, AdamW, Lion
+from forebay.optim import Adafactor, AdamW, Lion, Muon
 from forebay.optim.arithmetic import KernelArithmetic, TorchArithmetic
 from forebay.optim.parts import Part
 from forebay.optim.rules import AdamRule, LionRule
@@ -92,6 +92,34 @@ def test_saved_and_loaded_it_goes_on_as_if_nothing_had_happened(name: str) -> No
             assert resumed.state[mine].keys() == uninterrupted.state[other].keys()
             assert all(torch.equal(v, uninterrupted.state[other][k]) for k, v in resumed.state[mine].items())
             assert all(v.dtype == uninterrupted.state[other][k].dtype for k, v in resumed.state[mine].items())
+
+
+@torchs_bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_goes_on_from_torchs_states(dtype: torch.dtype) -> None:
+    """Whose groups do without some options, and whose moments have the dtype of their parameter."""
+    theirs, ours = network(dtype), network(dtype)
+    plain, own = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True), AdamW(ours.parameters(), maximize=True)
+    steps(theirs, plain, 0, 2)
+    ours.load_state_dict(theirs.state_dict())
+    own.load_state_dict(plain.state_dict())
+    assert own.param_groups[0].items() >= {"lr": 1e-3, "maximize": False, "moments": "float32"}.items()
+    steps(theirs, plain, 2, 4)
+    steps(ours, own, 2, 4)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert own.state[mine]["exp_avg"].dtype is torch.float32 and own.state[mine]["step"] == 4
+        assert dtype is torch.bfloat16 or torch.equal(mine, other)
+
+
+def test_muon_goes_on_from_torchs_states() -> None:
+    parameter = nn.Parameter(torch.eye(4))
+    parameter.grad = torch.ones(4, 4)
+    theirs = torch.optim.Muon([parameter], lr=0.5)
+    theirs.step()
+    optimizer = Muon([parameter])
+    optimizer.load_state_dict(theirs.state_dict())
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 2 and optimizer.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -259,6 +287,12 @@ def test_what_is_refused() -> None:
         _ = AdamW([{"params": [model.weight], "moments": "4bit"}, {"params": [model.bias]}], moments="8bit").rule
     with pytest.raises(OptimizerError, match="amsgrad keeps no moments as 8bit"):
         AdamRule(decoupled=True, amsgrad=True, moments="8bit")
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(OptimizerError, match="no max_exp_avg_sq"):
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), amsgrad=True).state_dict())
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(OptimizerError, match=r"use that of torch\.optim"):
+        optimizer.step()
     strided = nn.Parameter(torch.zeros(8)[::2])
     strided.grad = torch.zeros(4)
     with pytest.raises(OptimizerError, match="has gaps"):

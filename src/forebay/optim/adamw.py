@@ -55,4 +55,8 @@ class AdamW(LeanOptimizer):
     @property
     def rule(self) -> AdamRule:
         masters = not self._same_in_all("stochastic_rounding")
+        if any(group["amsgrad"] for group in self.param_groups):
+            raise OptimizerError(
+                "amsgrad is on in a parameter group, and this AdamW keeps no largest moments; use that of torch.optim"
+            )
         return AdamRule(decoupled=True, amsgrad=False, moments=self._same_in_all("moments"), masters=masters)

@@ -85,27 +85,31 @@ class LeanOptimizer(RuledOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` gave, of this optimizer or of one that was prepared.
+        """Loads what ``state_dict`` gave, of this optimizer, of one that was prepared or of torch's of the same kind,
+        whose groups do without some options: those stay as they are.
 
         Raises ``OptimizerError`` for states of another kind, shape or form.
         """
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         rule = self.rule
+        for group in state_dict["param_groups"]:
+            if missing := rule.missing(group, group):
+                raise OptimizerError(f"the saved optimizer's {missing}; load one without")
         options = [group for group in state_dict["param_groups"] for _ in group["params"]]
         for key, parameter, group in zip(keys, parameters, options, strict=False):
             saved = state_dict["state"].get(key)
             if saved:
                 check_states(f"parameter {key}", shape_of(parameter, rule.keeping.orthogonal), saved, rule, group)
+        before = self.param_groups
         super().load_state_dict(state_dict)
+        for group, as_before in zip(self.param_groups, before, strict=True):
+            group.update({name: value for name, value in as_before.items() if name not in group})
         # torch casts states to their parameter's dtype: codes, scales and masters stay what they are.
         for key, parameter in zip(keys, parameters, strict=True):
             saved = state_dict["state"].get(key)
             if saved:
-                self.state[parameter] = {
-                    name: value.to("cpu" if name == "step" else parameter.device, copy=True)
-                    for name, value in saved.items()
-                }
+                self.state[parameter] = _copied(saved, rule.state_names, parameter.device)
 
     def _step_group(self, parameters: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Updates parameters that have a gradient, and whose states have counted the step."""
@@ -159,6 +163,17 @@ class _Arithmetics:
     def of(self, device: torch.device) -> Arithmetic:
         """For tensors on ``device``."""
         return self._host if device.type == "cpu" else self._elsewhere
+
+
+def _copied(saved: Mapping[str, Any], names: Sequence[str], device: torch.device) -> dict[str, torch.Tensor]:
+    """The ``saved`` states of a parameter on ``device``, those in ``names`` as they are to lie: plain PyTorch keeps
+    states in the parameter's dtype."""
+    dtypes: dict[str, torch.dtype] = {plain_name(n): getattr(torch, form_of(n).dtype) for n in (*names, MASTER)}
+    # torch's Muon counts no steps; that it has a momentum at all says that it has taken one.
+    made = {"step": torch.tensor(1.0, dtype=torch.float32, device="cpu")}
+    for name, value in saved.items():
+        made[name] = value.to("cpu" if name == "step" else device, dtypes.get(name, value.dtype), copy=True)
+    return made
 
 
 def _part(parameter: torch.Tensor, state_of: Mapping[str, Any], names: Sequence[str]) -> Part:
