@@ -14,7 +14,7 @@ from forebay.errors import DoesNotFit, ModelError, OptimizerError, UsageError
 from forebay.kernels.team import Team, cores, cores_beside_compute
 from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule
-from forebay.optim.streamed import StreamedOptimizer
+from forebay.optim.streamed import StreamedOptimizer, refuse_steps
 from forebay.plans import Plan
 from forebay.priority import step_back
 from forebay.runtime.blocks import BoundModel
@@ -157,6 +157,7 @@ def open_session(
     weakref.finalize(model, resources.close)
     attachment.hide_all()
     session.between_passes()
+    attachment.at_end(refuse_steps(optimizer))
     return model, StreamedOptimizer(optimizer, session, session.names)
 
 

@@ -26,6 +26,7 @@ from forebay.arenas import arenas
 from forebay.budgets import Budget, DiskBudget
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
+from forebay.errors import UsageError
 from forebay.layout import PAGE, align
 from forebay.memory import Tier
 from forebay.plans import Plan
@@ -365,3 +366,39 @@ def test_what_comes_back_is_a_torch_optimizer() -> None:
     with pytest.raises(forebay.ForebayError, match="add all groups before prepare"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     forebay.close(model)
+
+
+def test_hooks_that_the_original_had_run_around_a_step() -> None:
+    def calls_of(prepared: bool) -> list[str]:
+        model, calls = network(), list[str]()
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        optimizer.register_state_dict_pre_hook(lambda _: calls.append("saved"))
+        used: torch.optim.Optimizer = optimizer
+        if prepared:
+            model, used = forebay.prepare(model, optimizer, device_memory=AMPLE, policy="stream", device="cpu")
+        for step in range(2):
+            give_gradients(model, step)
+            used.step()
+            before.remove()
+        used.state_dict()
+        forebay.close(model)
+        return calls
+
+    assert calls_of(prepared=True) == calls_of(prepared=False) == ["before", "after", "after", "saved"]
+
+
+@pytest.mark.parametrize("policy", ["resident", "stream"])
+def test_the_original_takes_no_step_while_its_model_is_prepared(policy: str) -> None:
+    model = network()
+    original = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    forebay.prepare(model, original, torch.zeros(4, 37), device_memory=AMPLE, policy=policy, device="cpu")
+    give_gradients(model, 0)
+    with pytest.raises(UsageError, match=r"step the one that it returned \(model, optimizer = "):
+        original.step()
+    assert not original.state
+    forebay.close(model)
+    give_gradients(model, 0)
+    original.step()
+    assert original.state

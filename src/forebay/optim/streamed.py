@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
-from typing import Any, NoReturn, Protocol, SupportsIndex, final
+from typing import Any, Final, NoReturn, Protocol, SupportsIndex, final
 
 import numpy as np
 import torch
 
-from forebay.errors import OptimizerError
+from forebay.errors import OptimizerError, UsageError
 from forebay.layout import MASTER
 from forebay.optim.rules import UpdateRule
 from forebay.states import Shape, Shaped, form_of, plain_name
 
-__all__ = ["StateHost", "StreamedOptimizer", "check_states", "frozen_group", "groups_with", "shape_of"]
+__all__ = ["StateHost", "StreamedOptimizer", "check_states", "frozen_group", "groups_with", "refuse_steps", "shape_of"]
+
+_HOOKS: Final = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+"""Where torch's optimizers have the user's hooks."""
 
 
 class StateHost(Protocol):
@@ -42,8 +49,8 @@ class StateHost(Protocol):
 
 @final
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Steps through a ``StateHost``. Shares the parameter groups of the optimizer that the user made, so that a
-    scheduler over either of them works."""
+    """Steps through a ``StateHost``. Shares the parameter groups and the hooks of the optimizer that the user made, so
+    that a scheduler over either of them works, and a hook whenever it was registered or is removed."""
 
     def __init__(self, source: torch.optim.Optimizer, host: StateHost, names: Mapping[int, str]) -> None:
         self._host = host
@@ -53,6 +60,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._began: dict[int, Mapping[str, object]] = {}
         self._states = _StatesAway(host, names, self._group_of)
         super().__init__(source.param_groups, source.defaults)
+        for hooks in _HOOKS:
+            setattr(self, hooks, getattr(source, hooks))
         host.follow(self.hyperparameters)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -181,6 +190,20 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for group, loaded, options in zip(self.param_groups, saved, began, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
             self._began[id(group)] = options
+
+
+def refuse_steps(source: torch.optim.Optimizer) -> Callable[[], None]:
+    """Has ``source`` raise ``UsageError`` in place of a step: a ``StreamedOptimizer`` steps for it, and shares its
+    hooks. Returns what ends that."""
+
+    def refuse(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if not isinstance(optimizer, StreamedOptimizer):
+            raise UsageError(
+                "this is the optimizer that forebay.prepare was given, which has no states of the prepared model: step "
+                "the one that it returned (model, optimizer = forebay.prepare(model, optimizer, ...))"
+            )
+
+    return source.register_step_pre_hook(refuse).remove
 
 
 @final
