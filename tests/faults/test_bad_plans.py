@@ -110,6 +110,15 @@ def test_recomputation_names_blocks_that_there_are() -> None:
             check(TRACE, MACHINE, replace(PLAN, recompute=recompute))
 
 
+@pytest.mark.parametrize("changes", [{"modules": ("b1", "head")}, {"held": True}])
+def test_what_runs_again_is_one_module(changes: dict[str, object]) -> None:
+    trace = odd("b1", **changes)
+    plan = replace(roomy(trace), recompute=("b1",))
+    with pytest.raises(PlanInvalid, match=r"recomputes block b1, which is not one module .* of recompute") as caught:
+        check(trace, MACHINE, plan)
+    assert caught.value.subject == "b1"
+
+
 def test_a_slot_that_is_too_small_is_said() -> None:
     """A block has 32 * 32 * 4 bytes."""
     streaming = replace(PLAN.streaming, slots=(4032,))
@@ -200,14 +209,13 @@ def odd(name: str, **changes: object) -> Trace:
 
 
 def test_a_block_that_there_is_not_or_that_is_no_module_is_said() -> None:
-    keep = Treatment("linear", 0, Fate.KEEP)
     away = Treatment("linear", 0, Fate.OFFLOAD)
     with pytest.raises(PlanInvalid, match="block b9, op linear#0: the model does not have this block"):
         check(OPS, MACHINE, treating(OPS, away, blocks=("b9",), again=False))
     for changes in ({"modules": ("b1", "head")}, {"held": True}):
         trace = odd("b1", **changes)
         with pytest.raises(PlanInvalid, match="block b1, op linear#0: the block is not one module") as caught:
-            check(trace, MACHINE, treating(trace, keep))
+            check(trace, MACHINE, treating(trace, away, again=False))
         assert caught.value.subject == "b1"
     idle = chain_trace(OPS.model.blocks, LAYERS[:2])
     with pytest.raises(PlanInvalid, match="block b2, op linear#0: the block never runs"):

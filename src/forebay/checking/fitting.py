@@ -43,10 +43,26 @@ def check_names(trace: Trace, plan: Plan) -> None:
         raise _invalid((unknown or missing)[0], f"this plan was made for another model: {what}; make the plan again")
     if twice:
         raise _invalid(twice[0], f"the plan places block {listed(twice)} more than once; keep one placement")
+    _check_recomputed(trace, blocks, plan)
+    for placement in plan.placements:
+        _check_slots(blocks[placement.block], placement, plan)
+    for block in trace.model.blocks:
+        if block.beside:
+            _check_beside(block, blocks, plan)
+
+
+def _check_recomputed(trace: Trace, blocks: Mapping[str, Block], plan: Plan) -> None:
+    """A block that is run again is there, is one module, finds what it found, and is named once."""
     for name in plan.recompute:
         if name not in blocks:
             raise _invalid(
                 name, f"the plan recomputes block {name}, which the model does not have; make the plan again"
+            )
+        if blocks[name].module is None:
+            raise _invalid(
+                name,
+                f"the plan recomputes block {name}, which is not one module whose forward could run again: its "
+                f"parameters are used in several places, or while other blocks run; leave it out of recompute",
             )
         if name in trace.unrepeatable:
             raise _invalid(
@@ -57,11 +73,6 @@ def check_names(trace: Trace, plan: Plan) -> None:
             )
         if plan.recompute.count(name) > 1:
             raise _invalid(name, f"the plan names block {name} twice in recompute; keep one")
-    for placement in plan.placements:
-        _check_slots(blocks[placement.block], placement, plan)
-    for block in trace.model.blocks:
-        if block.beside:
-            _check_beside(block, blocks, plan)
 
 
 def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
