@@ -141,6 +141,9 @@ def test_slots_that_are_not_there_or_too_small() -> None:
     small = replace(plan, streaming=replace(plan.streaming, gradient_slots=(WIDTH, WIDTH // 2)))
     with pytest.raises(PlanInvalid, match=f"take {WIDTH} bytes and slot 1 for gradients has {WIDTH // 2}"):
         check(CHAIN, MACHINE, small, program)
+    none = replace(plan, streaming=replace(plan.streaming, gradient_slots=(WIDTH // 2,)))
+    with pytest.raises(PlanInvalid, match=f"gradients of block b0, .* take {WIDTH} bytes .* has {WIDTH // 2}; make it"):
+        check(CHAIN, MACHINE, none)
 
 
 def test_gradients_of_a_block_in_two_slots() -> None:

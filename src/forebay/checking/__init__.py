@@ -62,7 +62,8 @@ def check(
 
     ``program`` is the plan lowered; by default it is made here, for steps of ``micro_batches`` passes each. Raises
     ``PlanInvalid``, which names action, op and tensor, for a plan or program that would read what is not there, or do
-    something twice or never; ``DoesNotFit``, which names the op and the tensor at the peak, for a tier without room.
+    something twice or never; ``DoesNotFit``, which names the op and the tensor at the peak, for a tier without room;
+    ``ConfigError`` for several ``micro_batches`` under a plan that uses up gradients in backward.
     """
     check_names(trace, plan)
     chunks = layouts(trace, plan)

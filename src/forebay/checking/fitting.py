@@ -46,6 +46,8 @@ def check_names(trace: Trace, plan: Plan) -> None:
     _check_recomputed(trace, blocks, plan)
     for placement in plan.placements:
         _check_slots(blocks[placement.block], placement, plan)
+    for name in used_up(plan.placements, resident=False):
+        _check_gradient_slot(blocks[name], plan)
     for block in trace.model.blocks:
         if block.beside:
             _check_beside(block, blocks, plan)
@@ -89,6 +91,18 @@ def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
                 f"block {block.name} passes through a {what} of {needed} bytes and the largest has "
                 f"{max(sizes, default=0)}; make a {what} larger, or place the block elsewhere",
             )
+
+
+def _check_gradient_slot(block: Block, plan: Plan) -> None:
+    """The gradients of a block that is updated in backward pass through a slot that holds all of them."""
+    needed = sum(_align(p.nbytes, ALIGNMENT) for p in block.parameters if p.trainable)
+    largest = max(plan.streaming.gradient_slots, default=0)
+    if largest < needed:
+        raise _invalid(
+            block.name,
+            f"the gradients of block {block.name}, which is updated in backward, take {needed} bytes and the largest "
+            f"of gradient_slots has {largest}; make it larger, or set the block's update to step",
+        )
 
 
 def _check_beside(block: Block, blocks: Mapping[str, Block], plan: Plan) -> None:
