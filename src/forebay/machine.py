@@ -242,6 +242,6 @@ def _with_calls_of_their_own(text: str | bytes) -> str | bytes:
         return text
     disk = whole.get("disk")
     if isinstance(disk, dict):
-        calls = {name: disk[name] for name in ("block", "depth") if name in disk}
+        calls = {name: disk.pop(name) for name in ("block", "depth") if name in disk}
         whole["disk"] = {**disk, "reads": calls, "writes": calls}
     return json.dumps({**whole, "schema": 2})

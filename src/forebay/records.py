@@ -7,9 +7,10 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from forebay.errors import ConfigError
+from forebay.names import meant
 
 __all__ = ["dump", "load"]
 
@@ -23,7 +24,7 @@ def dump(record: object) -> str:
 
 
 def load(cls: type[T], text: str | bytes) -> T:
-    """Reads a ``cls`` from JSON. Raises ``ConfigError`` naming the first field that is wrong."""
+    """Reads a ``cls`` from JSON. Raises ``ConfigError`` naming the first field that is wrong, or that there is not."""
     kind: Any = cls
     try:
         record: T = _adapter(kind).validate_json(text)
@@ -31,7 +32,10 @@ def load(cls: type[T], text: str | bytes) -> T:
         _refuse_other_schema(cls, text)
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        raise ConfigError(f"cannot read a {cls.__name__}: {where}: {first['msg']}") from None
+        what = first["msg"]
+        if first["type"] == "unexpected_keyword_argument":
+            what = f"there is no such key; {meant(str(first['loc'][-1]), _keys(kind)) or 'leave it out'}"
+        raise ConfigError(f"cannot read a {cls.__name__}: {where}: {what}") from None
     return record
 
 
@@ -39,7 +43,13 @@ def load(cls: type[T], text: str | bytes) -> T:
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     # Made once for each class: that takes milliseconds, with the interpreter's lock, and checkpoints are made beside
     # steps.
-    return TypeAdapter(cls)
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
+
+
+def _keys(cls: Any) -> list[str]:
+    """The keys of a ``cls`` and of the records in it."""
+    schema = _adapter(cls).json_schema()
+    return [key for record in (schema, *schema.get("$defs", {}).values()) for key in record.get("properties", ())]
 
 
 def _refuse_other_schema(cls: type[Any], text: str | bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,19 @@ def test_a_truncated_plan_is_refused(share: float) -> None:
 def test_a_newer_schema_is_refused_with_both_versions() -> None:
     with pytest.raises(ConfigError, match=rf"schema {PLAN_SCHEMA + 1}.*reads schema {PLAN_SCHEMA}"):
         Plan.from_json(json.dumps(WHOLE | {"schema": PLAN_SCHEMA + 1}))
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        (("recompte",), "recompte: there is no such key; did you mean recompute?"),
+        (("streaming", "slot"), "streaming.slot: there is no such key; did you mean slots?"),
+        (("placements", 1, "x"), "placements.1.x: there is no such key; leave it out"),
+    ],
+)
+def test_a_key_that_there_is_not_is_refused(path: tuple[str | int, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"cannot read a Plan: {says}")):
+        Plan.from_json(changed(path, 1))
 
 
 def changed(path: tuple[str | int, ...], value: object) -> str:
