@@ -9,6 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from forebay.calls import Calls
 from forebay.errors import ConfigError
@@ -32,7 +33,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
-        if not sizes or sizes != sorted(set(sizes)) or any(rate <= 0 for _, rate in self.points):
+        if not sizes or sizes != sorted(set(sizes)) or any(not 0 < rate < inf for _, rate in self.points):
             raise ConfigError(f"a curve needs points of increasing sizes and rates above 0, got {self.points}")
 
     @property
@@ -55,14 +56,14 @@ class Curve:
 class Link:
     """One direction of a way between two tiers: ``curve``, bytes/s over bytes, and ``latency``, seconds a transfer.
 
-    Raises ``ConfigError`` for a latency below 0.
+    Raises ``ConfigError`` for a latency that is not 0 or more.
     """
 
     curve: Curve
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.latency < 0:
+        if not 0 <= self.latency < inf:
             raise ConfigError(f"a latency is 0 or more seconds, got {self.latency}")
 
     def seconds(self, nbytes: int) -> float:
@@ -101,11 +102,13 @@ class Disk:
         for name, share in (("duplex", self.duplex), ("alternation", self.alternation)):
             if not 0 < share <= 1:
                 raise ConfigError(f"{name} of a disk is in (0, 1], got {share}")
-        if self.order_seconds < 0:
+        if self.capacity < 0:
+            raise ConfigError(f"capacity of a disk is 0 bytes or more, got {self.capacity}")
+        if not 0 <= self.order_seconds < inf:
             raise ConfigError(f"order_seconds of a disk are 0 or more, got {self.order_seconds}")
         if not 0 <= self.shared_cores < 1:
             raise ConfigError(f"shared_cores of a disk is in [0, 1), got {self.shared_cores}")
-        if self.update_rate is not None and self.update_rate <= 0:
+        if self.update_rate is not None and not 0 < self.update_rate < inf:
             raise ConfigError(f"update_rate of a disk must be more than 0 bytes/s, got {self.update_rate}")
 
 
@@ -181,6 +184,17 @@ class Machine:
             raise ConfigError(f"machine {self.name}: source is measured or catalogue, got {self.source!r}")
         if self.device_kind not in ("cpu", "cuda"):
             raise ConfigError(f"machine {self.name}: device_kind is cpu or cuda, got {self.device_kind!r}")
+        if not self.compute:
+            raise ConfigError(f"machine {self.name}: compute names no dtype")
+        self._check_figures()
+        if not 0 < self.duplex <= 1 or not 0 <= self.shared_cores <= 1:
+            raise ConfigError(
+                f"machine {self.name}: duplex is in (0, 1] and shared_cores in [0, 1], got {self.duplex} and "
+                f"{self.shared_cores}"
+            )
+
+    def _check_figures(self) -> None:
+        """Raises for capacities, rates and seconds that are none."""
         positive = {
             "device_capacity": self.device_capacity,
             "host_capacity": self.host_capacity,
@@ -191,17 +205,22 @@ class Machine:
             **{f"update_elements.{kind}": rate for kind, rate in self.update_elements.items()},
         }
         for name, value in positive.items():
-            if value <= 0:
-                raise ConfigError(f"machine {self.name}: {name} must be more than 0, got {value}")
-        if not self.compute:
-            raise ConfigError(f"machine {self.name}: compute names no dtype")
-        if self.spared_cores < 0:
-            raise ConfigError(f"machine {self.name}: spared_cores must be 0 or more, got {self.spared_cores}")
-        if not 0 < self.duplex <= 1 or not 0 <= self.shared_cores <= 1:
-            raise ConfigError(
-                f"machine {self.name}: duplex is in (0, 1] and shared_cores in [0, 1], got {self.duplex} and "
-                f"{self.shared_cores}"
-            )
+            if not 0 < value < inf:
+                raise ConfigError(f"machine {self.name}: {name} must be more than 0 and finite, got {value}")
+        others = {
+            "pinned_capacity": self.pinned_capacity,
+            "launch_seconds": self.launch_seconds,
+            "watch_seconds": self.watch_seconds,
+            "handover_seconds": self.handover_seconds,
+            "replay_seconds": self.replay_seconds,
+            "treat_seconds": self.treat_seconds,
+            "together_seconds": self.together_seconds,
+            "spared_cores": self.spared_cores,
+            **{f"op_seconds.{signature}": seconds for signature, seconds in self.op_seconds.items()},
+        }
+        for name, value in others.items():
+            if not 0 <= value < inf:
+                raise ConfigError(f"machine {self.name}: {name} must be 0 or more and finite, got {value}")
 
     @property
     def leaving(self) -> Link:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 from typing import Literal
 
 from forebay.budgets import Budget
@@ -251,6 +252,15 @@ class Accumulation:
     pinned_further: int = 0
     leaves: Leaves = Leaves.NOTHING
 
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ConfigError(f"micro_batches of an accumulation must be 1 or more, got {self.micro_batches}")
+        _check_seconds("step_seconds of an accumulation", self.step_seconds)
+        for tier in Tier:
+            if min(self._of(tier)) < 0:
+                what = f"{tier.value} and {tier.value}_further of an accumulation"
+                raise ConfigError(f"{what} must be 0 bytes or more, got {self._of(tier)}")
+
     def needed(self, tier: Tier, micro_batches: int) -> int:
         """Bytes of a tier that so many micro-batches take. Page-locked are at most as many: no more than the budget
         for that, as far as it goes."""
@@ -271,6 +281,11 @@ class Accumulation:
             Tier.PINNED: (self.pinned, self.pinned_further),
             Tier.DISK: (self.disk, self.disk_further),
         }[tier]
+
+
+def _check_seconds(name: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 <= seconds < inf:
+        raise ConfigError(f"{name} must be 0 or more and finite, or None where it is not known, got {seconds}")
 
 
 @dataclass(frozen=True)
@@ -325,8 +340,11 @@ class Plan:
             raise ConfigError(
                 f"this plan has schema {self.schema}, this forebay reads schema {PLAN_SCHEMA}; make the plan again"
             )
-        if self.loss_piece < 0:
-            raise ConfigError(f"loss_piece must be 0 bytes or more, got {self.loss_piece}")
+        for name in ("device", "host", "pinned", "disk", "loss_piece"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} of a plan must be 0 bytes or more, got {getattr(self, name)}")
+        _check_seconds("step_seconds", self.step_seconds)
+        _check_seconds("micro_batch_seconds", self.micro_batch_seconds)
         if self.updated(Update.DEVICE) and not self.streaming.update_window:
             raise ConfigError("the plan updates blocks on the device and has no update_window for them; give it one")
         if used_up(self.placements, resident=False) and not self.streaming.gradient_slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,16 @@ def test_a_machine_of_schema_1_had_one_way_for_reads_and_writes() -> None:
         ({"compute": {"float32": -1.0}}, "compute.float32"),
         ({"duplex": 0.0}, "duplex"),
         ({"shared_cores": 1.5}, "shared_cores"),
+        ({"device_bandwidth": inf}, "device_bandwidth must be more than 0 and finite, got inf"),
+        ({"host_bandwidth": nan}, "host_bandwidth"),
+        ({"pinned_capacity": -1}, "pinned_capacity must be 0 or more and finite, got -1"),
+        ({"launch_seconds": -1e-6}, "launch_seconds must be 0 or more"),
+        ({"watch_seconds": -1.0}, "watch_seconds"),
+        ({"handover_seconds": nan}, "handover_seconds"),
+        ({"replay_seconds": inf}, "replay_seconds"),
+        ({"treat_seconds": -1.0}, "treat_seconds"),
+        ({"together_seconds": -1.0}, "together_seconds"),
+        ({"op_seconds": {"add": 1.0, "mul": inf}}, "op_seconds.mul must be 0 or more and finite, got inf"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(change: dict[str, object], said: str) -> None:
@@ -123,7 +134,8 @@ def test_a_machine_that_cannot_be_is_refused(change: dict[str, object], said: st
 
 
 @pytest.mark.parametrize(
-    "change", [{"duplex": 0.0}, {"alternation": 0.0}, {"alternation": 1.5}, {"order_seconds": -1.0}]
+    "change",
+    [{"duplex": 0.0}, {"alternation": 0.0}, {"alternation": 1.5}, {"order_seconds": -1.0}, {"capacity": -1}],
 )
 def test_a_disk_that_cannot_be_is_refused(change: dict[str, float]) -> None:
     disk = a_machine().disk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
 from forebay.layout import PAGE
 from forebay.memory import Tier
-from forebay.plans import PLAN_SCHEMA, Placement, Plan, Streaming, Update, updated, used_up
+from forebay.plans import PLAN_SCHEMA, Accumulation, Placement, Plan, Streaming, Update, updated, used_up
 from forebay.units import GiB, MiB
 
 PLAN = Plan(
@@ -197,6 +198,34 @@ def test_an_impossible_placement_is_refused(parameters: Tier, gradients: Tier, s
 def test_impossible_streaming_is_refused(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Streaming(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"pinned": -5}, "pinned of a plan must be 0 bytes or more, got -5"),
+        ({"step_seconds": -1.0}, "step_seconds must be 0 or more .* got -1.0"),
+        ({"step_seconds": math.inf}, "step_seconds .* got inf"),
+        ({"micro_batch_seconds": math.nan}, "micro_batch_seconds .* got nan"),
+    ],
+)
+def test_impossible_figures_are_refused(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        replace(PLAN, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"micro_batches": 0}, "micro_batches of an accumulation must be 1 or more, got 0"),
+        ({"host_further": -1}, r"host and host_further of an accumulation must be 0 bytes or more, got \(1, -1\)"),
+        ({"pinned": -1}, "pinned and pinned_further"),
+        ({"step_seconds": math.nan}, "step_seconds of an accumulation .* got nan"),
+    ],
+)
+def test_impossible_accumulation_is_refused(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        replace(Accumulation(1, 1, 1, 1, 1, 1), **wrong)
 
 
 def test_a_placement_is_resident_only_with_its_states() -> None:

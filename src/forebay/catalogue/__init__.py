@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -128,10 +128,6 @@ def _parse(content: bytes, where: str) -> Machine:
             f"{where}: schema is {schema}, this forebay reads schema {MACHINE_SCHEMA}; update forebay, or measure the "
             f"machine again with forebay doctor"
         )
-    known = {field.name for field in fields(Machine)}
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{where}: {name} is no field of a machine; {meant(name, known)}".removesuffix("; "))
     for field, value in _numbers(given):
         if not 0 <= value < math.inf:
             raise ConfigError(f"{where}: {field} must be a number of 0 or more, got {value}")
