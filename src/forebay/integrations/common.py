@@ -69,11 +69,16 @@ class Memory:
     loss_fn: LossFunction | None = None
 
     def __post_init__(self) -> None:
-        Budget.of(self.device_memory, self.host_memory, self.disk, self.device_reserve or 0)
+        _ = self.budget  # raises for what cannot be read
         if self.loss is not None:
             expect_loss(self.loss)
         if self.update not in (None, *get_args(UpdateTime)):
             raise ConfigError(f"Memory(update=) is {' or '.join(get_args(UpdateTime))}, not {self.update!r}")
+
+    @property
+    def budget(self) -> Budget:
+        """The bytes that may be taken of each tier."""
+        return Budget.of(self.device_memory, self.host_memory, self.disk, self.device_reserve or 0)
 
     def not_in_backward(self, asked: Iterable[tuple[bool, str, str]]) -> Iterator[tuple[bool, str, str]]:
         """For ``expect_served``: what of ``asked`` does not go with gradients that backward uses up."""

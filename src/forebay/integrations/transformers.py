@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
@@ -40,7 +41,7 @@ from forebay.integrations.common import (
     stream_quantised,
 )
 from forebay.optim.streamed import StreamedOptimizer
-from forebay.runtime.hooks import is_prepared
+from forebay.runtime.hooks import attachment_of, is_prepared, session_of
 from forebay.runtime.pretrained import is_pretrained
 
 try:
@@ -90,14 +91,41 @@ class ForebayMixin(_Base):
         """The optimizer that the Trainer makes, in front of states that are where the plan has them."""
         made = super().create_optimizer() if model is None else super().create_optimizer(model)
         if is_prepared(self._trained):
+            self._expect_trains_it()
             return made
         stream_quantised(self._trained)
         asked = TorchDynamoPlugin(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         compiled = blocks_compiled(self._trained, self._memory.blocks, compile_arguments(asked))
         with compiled, self.accelerator.autocast(), as_drawn_before():
-            self.optimizer = self._asked.prepare(self._trained, made, self._example(), self.args.device)
+            planned = self._asked.prepare(self._trained, made, self._example(), self.args.device)
+        self.optimizer = planned
+        attachment_of(self._trained).at_end(partial(self._forget, planned, made))
         _say(self._trained)
-        return self.optimizer
+        return planned
+
+    def _forget(self, planned: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
+        """The model is closed: what ``planned`` was made from takes its place, without states."""
+        if self._unwrapped is planned:
+            self.optimizer = made
+
+    def _expect_trains_it(self) -> None:
+        """Raises ``ModelError`` where the plan under the model is not for the optimizer of this trainer."""
+        attachment, optimizer = session_of(self._trained), self._unwrapped
+        if attachment and isinstance(optimizer, StreamedOptimizer) and optimizer.is_of(attachment.session):
+            return
+        raise ModelError(
+            "the model is prepared already, and its states are those of another optimizer than this trainer's; call "
+            "forebay.close(model) first, or train on with the trainer that it was prepared by"
+        )
+
+    def _expect_within_budget(self) -> None:
+        """Raises ``ModelError`` where the plan under the model is for another budget than this trainer's."""
+        attachment = session_of(self._trained)
+        if attachment is None or attachment.session.plan.budget != self._memory.budget:
+            raise ModelError(
+                "the model is prepared already, within another budget than this trainer's Memory; call "
+                "forebay.close(model) first, or give this trainer the Memory that it was prepared with"
+            )
 
     @property
     def _asked(self) -> Memory:
@@ -108,8 +136,11 @@ class ForebayMixin(_Base):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Prepares a model that is evaluated before it was ever trained: it may not fit otherwise."""
-        if not training and not is_prepared(self._trained):
-            self.create_optimizer()
+        if not training:
+            if is_prepared(self._trained):
+                self._expect_within_budget()
+            else:
+                self.create_optimizer()
         return super()._wrap_model(model, training, dataloader)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -162,9 +193,13 @@ class ForebayMixin(_Base):
             raise ModelError("the trainer has no model; give it one, or a model_init")
         return self.model
 
-    def _prepared_optimizer(self) -> StreamedOptimizer:
+    @property
+    def _unwrapped(self) -> Any:
         """The optimizer without Accelerate's wrapper around it."""
-        optimizer = self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
+        return self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
+
+    def _prepared_optimizer(self) -> StreamedOptimizer:
+        optimizer = self._unwrapped
         if not isinstance(optimizer, StreamedOptimizer):
             raise ModelError("the model is not prepared; train or evaluate first")
         return optimizer

@@ -80,6 +80,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if self._group_of:  # not while torch makes the optimizer, which begins with none
             self._states.clear()
 
+    def is_of(self, host: StateHost) -> bool:
+        """Whether ``host`` has the states, and takes the steps."""
+        return self._host is host
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Raises ``OptimizerError`` for parameters that were not there when the model was prepared, and
         for an option whose state was not."""
