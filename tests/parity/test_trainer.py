@@ -232,6 +232,8 @@ def test_a_given_example_leaves_the_data_alone(tmp_path: Path, opened: list[Noti
     ("more", "words"),
     [
         ({"fp16": True}, "fp16, which forebay does not serve: use bf16"),
+        ({"bf16_full_eval": True}, "bf16_full_eval, which forebay does not serve: use bf16"),
+        ({"fp16_full_eval": True}, "fp16_full_eval, which forebay does not serve: use bf16"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size, which forebay does not serve: the plan says"),
     ],
 )

@@ -212,7 +212,9 @@ class ForebayMixin(_Base):
         if self._memory.loss_fn is not None:
             return dict(batch) if isinstance(batch, Mapping) else batch
         inputs: dict[str, Any] = dict(batch)
-        counted = (inputs["labels"] != -100).sum() if "labels" in inputs else None
+        labels = inputs.get("labels")
+        # As the Trainer does, which counts no labels that are several tensors (of detection, of several heads).
+        counted = (labels != -100).sum() if isinstance(labels, torch.Tensor) else None
         try:
             self.compute_loss(_Listener(self._trained), inputs, num_items_in_batch=counted)  # type: ignore[arg-type]
         except _Called as call:
@@ -288,6 +290,8 @@ def _expect_served(trainer: Trainer, memory: Memory) -> None:
         (trainer.is_deepspeed_enabled, "DeepSpeed", "take it out of the arguments"),
         (trainer.is_fsdp_enabled, "FSDP", "take it out of the arguments"),
         (args.fp16, "fp16", "use bf16, which needs no scaling of the loss"),
+        (args.fp16_full_eval, "fp16_full_eval", "use bf16, which leaves the weights as they are"),
+        (args.bf16_full_eval, "bf16_full_eval", "use bf16, which leaves the weights as they are"),
         (args.auto_find_batch_size, "auto_find_batch_size", "the plan says beforehand whether a batch fits"),
         (
             memory.accumulates is False and passes > 1,
