@@ -21,8 +21,8 @@ WIDTH = 128
 
 
 class Regression(nn.Module):
-    """Of ``x`` and ``labels``, which are targets, a list of mappings with one each, or a mapping with all of them; always
-    with the same values."""
+    """Of ``x`` and ``labels``, which are targets, a list of mappings with one each, or a mapping with all. Always with
+    the same values."""
 
     def __init__(self) -> None:
         super().__init__()
