@@ -21,6 +21,7 @@ pytest.importorskip("trl")
 import bitsandbytes
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -182,7 +183,15 @@ def adapted(base: Path) -> PeftModel:
     return get_peft_model(loaded, LoraConfig(**LORA))
 
 
-def trainer(folder: Path, model: PeftModel, memory: Memory | None, **more: Any) -> Trainer:
+def with_adapters() -> LlamaForCausalLM:
+    """Put there by transformers."""
+    made = llama()
+    torch.manual_seed(5)
+    made.add_adapter(LoraConfig(**LORA))
+    return made
+
+
+def trainer(folder: Path, model: PeftModel | LlamaForCausalLM, memory: Memory | None, **more: Any) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 128, (24, 32), generator=generator)]
     usual = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 2}
@@ -211,6 +220,26 @@ def expect_training_as_alone(closed: list[Trainer], tmp_path: Path, model: Any, 
     loaded = PeftModel.from_pretrained(load(), tmp_path / "own" / "checkpoint-4")
     assert same(loaded, own.model, "lora_")
     return own
+
+
+def test_adapters_that_transformers_has_put_into_a_model(closed: list[Trainer], tmp_path: Path) -> None:
+    """Checkpoints have them as the Trainer writes them, and what it goes on from, which the Trainer alone cannot."""
+    short, memory = {"max_steps": 2, "save_steps": 1, "gradient_accumulation_steps": 1}, Memory("4MiB", policy="stream")
+    own = trainer(tmp_path / "own", with_adapters(), memory, **short)
+    closed.append(own)
+    own.train()
+    theirs = trainer(tmp_path / "theirs", with_adapters(), None, **short)
+    theirs.train()
+    assert seen(own) == seen(theirs) and same(own.model, theirs.model)
+    files = [load_file(tmp_path / one / "checkpoint-2" / "adapter_model.safetensors") for one in ("own", "theirs")]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][name], files[1][name]) for name in files[1])
+    loaded = llama()
+    loaded.load_adapter(str(tmp_path / "own" / "checkpoint-2"))
+    assert same(loaded, own.model, "lora_")
+    again = trainer(tmp_path / "again", with_adapters(), memory, **short)
+    closed.append(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-1"))
+    assert same(again.model, own.model)
 
 
 @pytest.mark.parametrize("nested", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["nested", "single"])

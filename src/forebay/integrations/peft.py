@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from forebay.integrations import missing
 
 try:
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTuner
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftModel
 except ImportError as error:
     raise missing("peft", error) from error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["adapter_state"]
 
 
-def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
+def adapter_state(model: PeftModel | PreTrainedModel) -> dict[str, torch.Tensor]:
     """The part of ``model.state_dict()`` that PEFT may want to save: what is trained, adapters that are not, and
     embeddings; by its names, each in its own shape and dtype. The rest of the frozen model is not read: it may be more
-    than the host has memory for.
+    than the host has memory for. ``model`` is one of PEFT's, or one of transformers with adapters (``add_adapter``).
 
     For ``model.save_pretrained(folder, state_dict=adapter_state(model))``.
     """
     kept = {id(p) for p in model.parameters() if p.requires_grad}
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         kept |= {id(p) for p in layer.parameters()} if layer is not None else set()
-    prefix = model.base_model.prefix if isinstance(model.base_model, BaseTuner) else None
+    tuners = [PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type) for config in model.peft_config.values()]
+    prefixes = [tuner.prefix for tuner in tuners if tuner is not None]
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    wanted = (name for name, tensor in named if id(tensor) in kept or (prefix is not None and prefix in name))
+    wanted = (name for name, tensor in named if id(tensor) in kept or any(p in name for p in prefixes))
     names = dict.fromkeys(wanted)
     found: dict[str, torch.Tensor] = {}
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):

@@ -145,7 +145,8 @@ class ForebayMixin(_Base):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes the weights a tensor at a time; what else belongs to the folder is the Trainer's own."""
-        if state_dict is None and is_prepared(self._trained) and _is_peft(self._trained):
+        adapted = _is_peft(self._trained) or _has_adapters(self._trained)
+        if state_dict is None and is_prepared(self._trained) and adapted:
             from forebay.integrations.peft import adapter_state
 
             state_dict = adapter_state(self._trained)  # type: ignore[arg-type]
@@ -166,6 +167,11 @@ class ForebayMixin(_Base):
             return
         path, optimizer = Path(output_dir) / FOLDER, self._prepared_optimizer()
         save_in(path, self._trained, optimizer, self.state.global_step, self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """What ``forebay.save`` wrote has all weights. Of adapters in its own models the Trainer finds no others."""
+        if not (_has_adapters(self._trained) and (Path(resume_from_checkpoint) / FOLDER).is_dir()):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -278,6 +284,11 @@ class _Listener:
 def _is_peft(model: nn.Module) -> bool:
     library = sys.modules.get("peft")
     return library is not None and isinstance(model, library.PeftModel)
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether it is a model of transformers into which that has put adapters (``add_adapter``)."""
+    return is_pretrained(model) and bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _expect_served(trainer: Trainer, memory: Memory) -> None:
