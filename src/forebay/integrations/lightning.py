@@ -295,6 +295,15 @@ class _Steps(nn.Module):
         super().__init__()
         self.module = module
 
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode: behind a validation Lightning restores only that of its modules."""
+        return bool(self.module.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Nothing: whoever sets the mode of all modules sets that of the module, too."""
+
     def forward(self, batch: Any, step: _Step) -> Any:
         """The module's method of this name."""
         return getattr(self.module, step.name)(batch, *step.args, **step.kwargs)
