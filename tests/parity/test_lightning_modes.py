@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from torch import nn
 from torch.utils.data import DataLoader
 
 import forebay
+from forebay.errors import ConfigError
 from forebay.integrations.lightning import ForebayStrategy, Memory
 
 WIDTH = 16
@@ -88,3 +89,61 @@ def test_it_trains_in_training_mode_behind_a_validation(strategy: ForebayStrateg
     assert strategy.model.training and net.training
     net.eval()
     assert not strategy.model.training
+
+
+class Unfreezing(callbacks.BaseFinetuning):
+    """The first layer trains from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (callbacks.StochasticWeightAveraging(1e-2), "StochasticWeightAveraging, .* as docs/averages.md has it"),
+        (callbacks.EMAWeightAveraging(), "EMAWeightAveraging, .* as docs/averages.md has it"),
+        (Unfreezing(), "Unfreezing, which forebay does not serve: freeze parameters in the module"),
+        (
+            callbacks.ModelPruning("l1_unstructured", amount=0.5),
+            "ModelPruning, .*: prune the module behind forebay.close",
+        ),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_callbacks_that_change_weights_are_refused_before_the_first_step(
+    strategy: ForebayStrategy, tmp_path: Path, callback: Callback, words: str
+) -> None:
+    net = Net()
+    with pytest.raises(ConfigError, match=words):
+        trainer(tmp_path, strategy, callbacks=[callback]).fit(net, loader())
+    assert not net.losses and strategy.model is net
+
+
+Weights = Mapping[str, torch.Tensor]
+
+
+class Averaging(Callback):
+    """Of what ``read`` finds in a Trainer after every step, as docs/averages.md has it."""
+
+    def __init__(self, read: Callable[[Trainer], Weights]) -> None:
+        self.read = read
+        self.average: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        for name, value in self.read(trainer).items():
+            self.average.setdefault(name, value.detach().clone()).lerp_(value.detach(), 0.1)
+
+
+def test_an_average_of_the_weights_is_made_by_a_callback(strategy: ForebayStrategy, tmp_path: Path) -> None:
+    own = Averaging(lambda trainer: forebay.parameters(trainer.strategy.model))
+    theirs = Averaging(lambda trainer: dict(trainer.strategy.model.named_parameters(prefix="module")))
+    for how, averaging in ((strategy, own), ("auto", theirs)):
+        torch.manual_seed(7)
+        trainer(tmp_path, how, callbacks=[averaging]).fit(Net(), loader())
+    assert own.average.keys() == theirs.average.keys()
+    assert all(torch.equal(value, theirs.average[name]) for name, value in own.average.items())

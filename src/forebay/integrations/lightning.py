@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from forebay.memory import Tier
 from forebay.runtime.hooks import attachment_of, is_prepared, session_of
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
     from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision, TorchCheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -57,6 +57,20 @@ __all__ = ["SUFFIX", "ForebayFigures", "ForebayStrategy", "Memory"]
 
 SUFFIX = ".forebay"
 """Behind the name of a checkpoint: the folder of what ``forebay.save`` wrote, a folder in it for every save."""
+
+
+_OWN_AVERAGE = (
+    "average forebay.parameters(trainer.strategy.model) in a callback of your own, as docs/averages.md has it"
+)
+
+_ON_WEIGHTS: Final = {
+    "BaseFinetuning": "freeze parameters in the module, and fit it again where others are to train",
+    "ModelPruning": "prune the module behind forebay.close(trainer.strategy.model)",
+    "StochasticWeightAveraging": _OWN_AVERAGE,
+    "WeightAveraging": _OWN_AVERAGE,
+}
+"""Callbacks of Lightning's that read weights where they are not, replace them, or have others train, and what to do
+instead. Not every version of it has all of them."""
 
 
 @final
@@ -392,11 +406,19 @@ def _no_metric(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.zeros(())
 
 
+def _on_weights(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
+    """Callbacks that a prepared module does not go with, and what to do instead."""
+    for name, remedy in _ON_WEIGHTS.items():
+        kind = vars(callbacks).get(name)
+        yield from ((callback, remedy) for callback in trainer.callbacks if kind and isinstance(callback, kind))
+
+
 def _expect_served(
     trainer: Trainer, module: LightningModule, optimizers: list[Any], precision: Precision, memory: Memory
 ) -> None:
     """Raises ``ConfigError`` for what forebay does not serve."""
     passes, norm = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    on_weights = _on_weights(trainer) if trainer.state.fn is TrainerFn.FITTING else ()
     refused = (
         (module._compiler_ctx is not None, "torch.compile of all of it", "compile() its layers instead, before fit"),
         (not module.automatic_optimization, "manual optimization", "let Lightning optimize, or use forebay.prepare"),
@@ -407,6 +429,7 @@ def _expect_served(
             "16-mixed",
             "use bf16-mixed, which needs no scaling of the loss",
         ),
+        *((True, type(callback).__name__, remedy) for callback, remedy in on_weights),
         *memory.not_in_backward(
             (
                 (passes > 1, f"accumulate_grad_batches={passes}", "take one batch a step"),
