@@ -7,19 +7,22 @@ import inspect
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING as MISSING_DEFAULT
 from dataclasses import fields
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 import forebay
 from forebay import api
 from forebay.errors import ConfigError, MissingLibrary, ModelError
-from forebay.integrations.common import Memory, as_drawn_before, figures, in_words, resume_in
+from forebay.integrations.common import Memory, as_drawn_before, expect_restarts, figures, in_words, resume_in
 
 MISSING = {
     "transformers": ("transformers", "transformers"),
@@ -60,6 +63,69 @@ def test_an_example_draws_nothing() -> None:
         drawn = random.random(), np.random.rand(), torch.rand(1)
     assert all(drawn) and random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2]) and torch.equal(generator.get_state(), before[3])
+
+
+def drawn(rng: Any) -> float:
+    return torch.rand(1, generator=rng).item() if isinstance(rng, torch.Generator) else float(rng.uniform(0, 1))
+
+
+class Augmented(Dataset[float]):
+    """Draws from a generator of its own, and from one that it makes when the first row is asked for."""
+
+    def __init__(self, rng: Any) -> None:
+        self.transforms = [{"rng": rng}]
+        self.late: np.random.Generator | None = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> float:
+        if self.late is None:
+            self.late = np.random.default_rng(1)
+        return drawn(self.late) + drawn(self.transforms[0]["rng"])
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "numpy": lambda: np.random.default_rng(1),
+    "numpy, before": lambda: np.random.RandomState(1),
+    "python": lambda: random.Random(1),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_an_example_draws_nothing_from_generators_that_its_data_holds(kind: str) -> None:
+    """In a dataset within another, and of a function that collates one that is bound to it and one around it."""
+    make = GENERATORS[kind]
+    around = make()
+
+    def noisy(bound: Any, some: list[float]) -> list[float]:
+        return [*some, drawn(bound), drawn(around)]
+
+    data = ConcatDataset([Augmented(make()), [0.0] * 1000])
+    loader = DataLoader(data, batch_size=2, collate_fn=partial(noisy, make()))
+    with as_drawn_before(loader):
+        first = next(iter(loader))
+        assert next(iter(loader)) != first
+    assert next(iter(loader)) == first
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_data_that_begins_only_once_is_no_example(again: bool) -> None:
+    class Stream(IterableDataset[int]):
+        def __init__(self) -> None:
+            self.rows = iter(range(8))
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(8)) if again else self.rows
+
+    for data in (DataLoader(Stream()), range(8) if again else iter(range(8))):
+        if again:
+            expect_restarts(data)
+        else:
+            with pytest.raises(ConfigError, match=r"begins only once, .* give Memory an example"):
+                expect_restarts(data)
+    expect_restarts(DataLoader(list(range(8))))
 
 
 def test_figures_and_words_of_a_run() -> None:

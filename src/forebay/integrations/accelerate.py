@@ -28,6 +28,7 @@ from forebay.integrations.common import (
     Memory,
     as_drawn_before,
     blocks_compiled,
+    expect_restarts,
     expect_served,
     figures,
     resume_in,
@@ -129,6 +130,7 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
                 "there is no data loader to plan for; give it to prepare too, or give Memory an example: what the "
                 "model is called with"
             )
+        expect_restarts(loader)
         batch = next(iter(loader))
         if not isinstance(batch, Mapping | torch.Tensor) and self._memory.loss_fn is None:
             raise ConfigError(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, final, get_args
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from forebay import api
 from forebay.budgets import Budget
@@ -23,6 +28,7 @@ from forebay.memory import Tier
 from forebay.plans import Plan, UpdateTime
 from forebay.runtime import generators
 from forebay.runtime.blocks import whole_blocks
+from forebay.runtime.generators import OwnGenerator
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session
 from forebay.runtime.losses import LossFunction
 from forebay.units import format_bytes, format_seconds
@@ -32,6 +38,7 @@ __all__ = [
     "Memory",
     "as_drawn_before",
     "blocks_compiled",
+    "expect_restarts",
     "expect_served",
     "figures",
     "in_words",
@@ -104,27 +111,82 @@ def expect_served(asker: str, refused: Iterable[tuple[bool, str, str]]) -> None:
 
 
 @contextmanager
-def as_drawn_before(*loaders: object) -> Iterator[None]:
-    """Leaves the random number generators of the host, and those of ``loaders`` of data, as they are: the example is
-    data that training draws again."""
-    own = [(generator, generator.get_state()) for loader in loaders for generator in _generators(loader)]
+def as_drawn_before(*sources: object) -> Iterator[None]:
+    """Leaves the random number generators of the host, and those that ``sources`` of data hold (loaders, their samplers
+    and datasets, what collates), as they are: the example is data that training draws again. One that is made meanwhile
+    is not there afterwards."""
+    held = [one for source in sources for one in _reachable(source)]
+    own = [one for one in held if isinstance(one, OwnGenerator) and not isinstance(one, random.SystemRandom)]
+    fields = [(there, dict(there)) for one in held if (there := _named(one)) is not None]
     try:
-        with generators.as_drawn_before():
+        with generators.as_drawn_before(own):
             yield
     finally:
-        for generator, state in own:
-            generator.set_state(state)
+        for now, before in fields:
+            for name in [name for name, value in now.items() if isinstance(value, OwnGenerator)]:
+                if name in before:
+                    now[name] = before[name]
+                else:
+                    del now[name]
 
 
-def _generators(loader: object) -> Iterator[torch.Generator]:
-    """Those that a data loader and its samplers have of their own."""
-    if not isinstance(loader, DataLoader):
-        return
-    inner = vars(loader.batch_sampler).get("sampler") if isinstance(loader.batch_sampler, Sampler) else None
-    for holder in (loader, loader.sampler, inner):
-        generator = None if holder is None else vars(holder).get("generator")
-        if isinstance(generator, torch.Generator):
-            yield generator
+def expect_restarts(loader: object) -> None:
+    """Raises ``ConfigError`` for data that begins once: training would not see what an example of it was made of."""
+    stream = loader.dataset if isinstance(loader, DataLoader) else loader
+    is_stream = isinstance(stream, Iterable) and (stream is loader or isinstance(stream, IterableDataset))
+    if is_stream and iter(stream) is iter(stream):
+        raise ConfigError(
+            f"the training data ({type(stream).__name__}) begins only once, so that training would lack the batch that "
+            f"a plan is made for; give Memory an example of a batch, or data that begins anew with every iter()"
+        )
+
+
+_ELEMENTS: Final = 100
+"""Of each container, the first ones: a dataset may be a list of all rows."""
+
+_OBJECTS: Final = 10_000
+"""Of one source of data, the nearest ones."""
+
+
+def _reachable(source: object) -> Iterable[object]:
+    """``source``, what its attributes and elements are, what theirs are, and so on; each once."""
+    found = {id(source): source}
+    waiting = deque([source])
+    while waiting and len(found) < _OBJECTS:
+        for one in islice(_inside(waiting.popleft()), _ELEMENTS):
+            if id(one) not in found:
+                found[id(one)] = one
+                waiting.append(one)
+    return found.values()
+
+
+def _inside(value: Any) -> Iterator[object]:
+    """What ``value`` refers to, of a function only what is bound to it."""
+    if isinstance(value, list | tuple | deque):
+        yield from value
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, FunctionType):
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # nothing is in it yet
+                yield cell.cell_contents
+    else:
+        yield from (_named(value) or {}).values()
+
+
+def _named(value: Any) -> dict[Any, Any] | None:
+    """A dict, or the fields of an object; None for what has none, and for what is no data's own."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, type | ModuleType | FunctionType | MethodType | torch.Tensor):
+        return None
+    try:
+        return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
 
 
 @contextmanager

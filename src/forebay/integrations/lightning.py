@@ -31,6 +31,7 @@ from forebay.integrations.common import (
     FOLDER,
     Memory,
     as_drawn_before,
+    expect_restarts,
     expect_served,
     figures,
     in_words,
@@ -153,6 +154,8 @@ class ForebayStrategy(SingleDeviceStrategy):
         loader = source.dataloader()
         combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
         with as_drawn_before(*combined.flattened):
+            for one in combined.flattened:
+                expect_restarts(one)
             batch, _, _ = next(iter(combined))
         return batch
 

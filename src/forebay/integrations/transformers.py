@@ -33,6 +33,7 @@ from forebay.integrations.common import (
     Memory,
     as_drawn_before,
     blocks_compiled,
+    expect_restarts,
     expect_served,
     figures,
     in_words,
@@ -242,7 +243,10 @@ class ForebayMixin(_Base):
             raise ConfigError(
                 "there is no training data to plan for; give Memory an example: a batch as the collator makes it"
             )
-        batch = next(iter(self.get_train_dataloader()))
+        loader = self.get_train_dataloader()
+        with as_drawn_before(loader):
+            expect_restarts(loader)
+            batch = next(iter(loader))
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 f"{type(self).__name__} makes the batches of its model while it trains, so there is no step to plan "
