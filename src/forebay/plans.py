@@ -342,7 +342,7 @@ class Plan:
             )
         for name in ("device", "host", "pinned", "disk", "loss_piece"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} of a plan must be 0 bytes or more, got {getattr(self, name)}")
+                raise ConfigError(f"{name} must be 0 bytes or more, got {getattr(self, name)}")
         _check_seconds("step_seconds", self.step_seconds)
         _check_seconds("micro_batch_seconds", self.micro_batch_seconds)
         if self.updated(Update.DEVICE) and not self.streaming.update_window:

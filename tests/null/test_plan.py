@@ -203,7 +203,7 @@ def test_impossible_streaming_is_refused(wrong: dict[str, Any], why: str) -> Non
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"pinned": -5}, "pinned of a plan must be 0 bytes or more, got -5"),
+        ({"pinned": -5}, "^pinned must be 0 bytes or more, got -5"),
         ({"step_seconds": -1.0}, "step_seconds must be 0 or more .* got -1.0"),
         ({"step_seconds": math.inf}, "step_seconds .* got inf"),
         ({"micro_batch_seconds": math.nan}, "micro_batch_seconds .* got nan"),
