@@ -328,6 +328,58 @@ def test_a_forward_that_asks_another_is_recognised() -> None:
     assert not isinstance(found, str), found
 
 
+class Around(nn.Module):
+    """Calls a language model for its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = llama()
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> Any:
+        return {"loss": self.net(input_ids=words, labels=targets).loss}
+
+
+class Judging(Around):
+    """Reads its logits, too."""
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> Any:
+        made = self.net(input_ids=words, labels=targets)
+        return {"loss": made.loss + made.logits.detach().square().mean()}
+
+
+class Losing(Around):
+    """Makes the loss itself."""
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> Any:
+        logits = self.net(input_ids=words).logits
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+
+
+def around(step: int) -> dict[str, torch.Tensor]:
+    return dict(zip(("words", "targets"), batch(step).values(), strict=True))
+
+
+@pytest.mark.parametrize(("make", "piece"), [(Around, 32 * KiB), (Judging, 0)])
+def test_a_language_model_inside_of_another(
+    make: Callable[[], nn.Module], piece: int, closing: list[nn.Module]
+) -> None:
+    """``auto`` takes pieces where the plan gains by that and nobody else reads the logits."""
+    case = Case(make, around)
+    model = assert_same_training(case, torch.float32, steps=1, device_memory="2MiB", device="cpu", policy="auto")
+    closing.append(model)
+    assert forebay.report(model).plan.loss_piece == piece
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(Judging, "the logits of the model are read"), (Losing, "the model computed none")]
+)
+def test_what_a_model_inside_of_another_is_called_for_shows_when_it_is_recorded(
+    make: Callable[[], nn.Module], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        capture(make(), around(0), loss_piece=32 * KiB)
+
+
 def test_a_batch_without_labels_is_refused(closing: list[nn.Module]) -> None:
     model = llama()
     with pytest.raises(ModelError, match="brings no labels"):

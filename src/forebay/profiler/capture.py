@@ -133,7 +133,7 @@ def capture(
         return Run(trace, step.recorder, step.arrays.made, tuple(step.remarks), step.changes_modules)
 
     def stepped(guess: Guess) -> _Step:
-        step = _Step(model, bound, fakes, guess, lambda: None if head is None else ChunkedHead(head, loss_piece))
+        step = _Step(model, bound, fakes, guess, head, loss_piece)
         step.run(_losing(batch, loss_fn), args, kwargs)
         return step
 
@@ -214,10 +214,12 @@ class _Step:
         bound: BoundModel,
         device: torch.device,
         guess: Guess,
-        cut_loss: Callable[[], ChunkedHead | None],
+        head: Recognised | None,
+        loss_piece: int,
     ) -> None:
         self._model = model
-        self._cut_loss = cut_loss
+        self._head = head
+        self._loss_piece = loss_piece
         self._bound = bound
         self._device = device
         self._guess = guess
@@ -237,8 +239,10 @@ class _Step:
             has_drawn = steer(self._guess.draw)
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)
-            chunked = self._cut_loss()
-            seen = self._model.register_forward_hook(partial(self._see, chunked))
+            chunked = None if self._head is None else ChunkedHead(self._head, self._loss_piece)
+            seen = [self._model.register_forward_hook(self._see)]
+            if self._head is not None:  # it may be inside of the model, which reads its output
+                seen.append(self._head.model.register_forward_hook(self._refuse_logits))
             try:
                 with _quiet_torch():
                     whole = _Whole(self._model, lambda: self._recorded(losing, inputs, keywords))
@@ -258,15 +262,18 @@ class _Step:
             finally:
                 self._originals.put_back()
                 recorder.values.drawn |= has_drawn()
-                seen.remove()
+                for handle in seen:
+                    handle.remove()
                 if chunked is not None:
                     chunked.remove()
                 recorder.remove_hooks()
 
-    def _see(self, chunked: ChunkedHead | None, model: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tree_leaves(output) if chunked is not None else ():
+    def _refuse_logits(self, model: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and not tensor.numel():
                 self.recorder.refuse_reads(tensor, NO_LOGITS)
+
+    def _see(self, model: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Mapping) and output.get("past_key_values") is not None:
             self.remarks[remarks.KEEPS_CACHE] = None
 
