@@ -17,9 +17,9 @@ from forebay.checkpoint.dcp import Later, write_dcp
 from forebay.checkpoint.export import SHARD_NBYTES, held_back, write_configuration, write_safetensors
 from forebay.checkpoint.source import ModelSource, Source
 from forebay.checkpoint.weights import INDEX, Entry
-from forebay.errors import ConfigError, ModelError, StorageError
+from forebay.errors import ConfigError, ModelError, OptimizerError, StorageError
 from forebay.layout import needs_master
-from forebay.optim.streamed import groups_with
+from forebay.optim.streamed import StreamedOptimizer, groups_with
 from forebay.runtime.hooks import prepared_session, session_of
 from forebay.runtime.pretrained import is_pretrained
 from forebay.runtime.session import Session
@@ -48,12 +48,12 @@ def export(
 
     ``huggingface`` is what ``save_pretrained`` writes, and ``from_pretrained`` and ``forebay.load`` read: a parameter
     that transformers takes apart for that is in memory whole meanwhile. Parameters are written in full precision, as
-    ``dtype`` where one is given. ``dcp`` takes the states of ``optimizer`` along, under the names of
+    ``dtype`` where one is given. ``dcp`` takes the states of ``optimizer``, the prepared one, along, under the names of
     ``torch.distributed.checkpoint.state_dict``, for another program to go on with. Returns the files.
 
-    Raises ``UsageError`` for a model that is not prepared, a folder that holds files, what a layout does not have, and
-    a configuration that transformers refuses to write; ``StorageError`` when the folder cannot be written. What
-    was written is removed then.
+    Raises ``UsageError`` for a model that is not prepared, another optimizer, a folder that holds files, a dtype of
+    integers, what a layout does not have, and a configuration that transformers refuses to write; ``StorageError`` when
+    the folder cannot be written. What was written is removed then.
     """
     attachment = session_of(model)
     if attachment is None:
@@ -64,7 +64,14 @@ def export(
         raise ModelError(f"{type(model).__name__} is not a model of transformers; use layout='torch' or layout='dcp'")
     if optimizer is not None and layout != "dcp":
         raise ConfigError(f"layout {layout!r} holds no optimizer states; leave the optimizer, or use layout='dcp'")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype is a floating-point dtype of torch's, such as torch.bfloat16, got {dtype!r}")
     session: Session = attachment.session
+    if optimizer is not None and not (isinstance(optimizer, StreamedOptimizer) and optimizer.is_of(session)):
+        raise OptimizerError(
+            f"this {type(optimizer).__name__} has no states of this model; give the optimizer that forebay.prepare "
+            f"returned, without what a framework has put around it"
+        )
     if optimizer is not None and (wholes := wholes_of(model)):
         raise ModelError(
             f"the states of {wholes[0].name} are in tiles, which no other program has; leave the optimizer"
@@ -170,7 +177,7 @@ def _source(model: nn.Module, session: Session, *, wide: bool) -> ModelSource:
     return ModelSource(model, api.parameters(model), in_parts, entries)
 
 
-def _states(session: Session, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _states(session: Session, optimizer: StreamedOptimizer) -> dict[str, Any]:
     """What ``get_optimizer_state_dict`` gives, its tensors to be read later: a parameter's states at a time."""
     groups = groups_with(session.names, optimizer.param_groups)
     states = {name: _of_parameter(session, name) for group in groups for name in group["params"]}

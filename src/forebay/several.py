@@ -28,7 +28,7 @@ from forebay.errors import ModelError, UsageError
 from forebay.figures import with_figures
 from forebay.machine import Machine
 from forebay.memory import Ledger, Tier
-from forebay.opening import expect_trainable, ledgers_of, limits_of, open_session
+from forebay.opening import expect_pair, expect_trainable, ledgers_of, limits_of, open_session
 from forebay.optim.reading import read_optimizer
 from forebay.optim.rules import UpdateRule
 from forebay.planners import Problem
@@ -82,7 +82,7 @@ def prepare_several(
             f"several models take turns on cpu only, this is {whole.name}; give device='cpu', or prepare each by "
             f"itself and train one after the other"
         )
-    found = [_read(number, *one, whole) for number, one in enumerate(models)]
+    found = [_read(number, one, whole) for number, one in enumerate(models)]
     _expect_apart(found)
     limits = limits_of(budget)
     with ExitStack() as undo:
@@ -149,8 +149,13 @@ class _Found:
     rule: UpdateRule
 
 
-def _read(number: int, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, device: Device) -> _Found:
+def _read(number: int, given: Any, device: Device) -> _Found:
     try:
+        if not isinstance(given, tuple | list) or len(given) != 3:
+            what = f"{len(given)} things" if isinstance(given, tuple | list) else type(given).__name__
+            raise UsageError(f"each is given as a model, its optimizer and a batch, got {what}")
+        model, optimizer, batch = given
+        expect_pair(model, optimizer)
         if is_prepared(model):
             raise ModelError("it, or a part of it, is prepared already; call forebay.close(model) first")
         if batch is None:

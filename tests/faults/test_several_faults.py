@@ -152,6 +152,12 @@ def test_what_cannot_be_prepared_says_which_and_changes_nothing() -> None:
     good = given()
     before = {name: value.clone() for name, value in good[0].state_dict().items()}
     model, optimizer, batch = given()
+    with pytest.raises(UsageError, match="model 1: each is given as a model, its optimizer and a batch, got 2 things"):
+        several(good, (model, optimizer))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"model 1: .* and a batch, got Sequential"):
+        several(good, nn.Sequential())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"model 1: prepare takes a torch\.nn\.Module, and then its"):
+        several(good, (optimizer, model, batch))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="model 1: it has no batch"):
         several(good, (model, optimizer, None))
     with pytest.raises(OptimizerError, match=r"model 1: .*hold"):

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 import forebay
 from forebay.cli.main import app
 from forebay.cli.runfolder import RunStart
-from forebay.errors import ConfigError, ModelError, StorageError
+from forebay.errors import ConfigError, ModelError, OptimizerError, StorageError
 from forebay.exporting import LAYOUTS, Layout
 from forebay.records import dump
 from tests.parity.models import CASES, Case
@@ -302,6 +302,13 @@ def test_what_cannot_be_exported(trained: Any, tmp_path: Path) -> None:
         forebay.export(model, tmp_path / "torch", layout="torch", optimizer=optimizer)
     with pytest.raises(ConfigError, match="there is no layout 'zip'"):
         forebay.export(model, tmp_path / "zip", layout="zip")  # type: ignore[arg-type]
+    for dtype in ("bfloat16", torch.int8):
+        with pytest.raises(ConfigError, match=r"a floating-point dtype of torch's, such as torch.bfloat16, got"):
+            forebay.export(model, tmp_path / "dtype", layout="torch", dtype=dtype)  # type: ignore[arg-type]
+    _, others = trained(CASES["used-twice"])
+    for other in (others, adamw(model)):
+        with pytest.raises(OptimizerError, match=r"has no states of this model; .* that forebay\.prepare returned"):
+            forebay.export(model, tmp_path / "dcp", layout="dcp", optimizer=other)
     with pytest.raises(ModelError, match="not prepared"):
         forebay.export(CASES["unused"].model(torch.float32), tmp_path / "plain")
     assert not any(path.exists() and list(path.iterdir()) for path in tmp_path.iterdir())

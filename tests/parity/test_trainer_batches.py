@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from small_trainers import BUDGET, Noting, Planned, Regression, arguments, same, streams
 from torch.utils.data import Dataset, IterableDataset
 
 import forebay
 from forebay.errors import ConfigError
 from forebay.integrations.transformers import Memory
+from tests.parity.small_trainers import BUDGET, Noting, Planned, Regression, arguments, same, streams
 
 Row = dict[str, torch.Tensor]
 Rows = list[Row]

@@ -10,11 +10,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from small_trainers import BUDGET, Noting, Planned, Regression, arguments, same, streams
-
 import forebay
 from forebay.errors import ModelError
 from forebay.integrations.transformers import Memory
+from tests.parity.small_trainers import BUDGET, Noting, Planned, Regression, arguments, same, streams
 
 
 def data() -> list[dict[str, torch.Tensor]]:
