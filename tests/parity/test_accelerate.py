@@ -152,6 +152,20 @@ def test_what_is_not_served_is_refused() -> None:
         ForebayAccelerator(memory=Memory(BUDGET), cpu=True).figures()
 
 
+def test_an_optimizer_without_its_model_is_refused_where_nothing_has_a_plan() -> None:
+    model, optimizer = parts()
+    accelerator = ForebayAccelerator(memory=Memory("1MiB", example=torch.zeros(3, 2)), cpu=True)
+    alone = accelerator.prepare(model)
+    assert torch.equal(alone(torch.zeros(3, 2)), model(torch.zeros(3, 2)))  # to evaluate it, say
+    with pytest.raises(ConfigError, match=r"with no plan; give both to one call: accelerator\.prepare\(model, optim"):
+        accelerator.prepare(optimizer)
+    model, planned = accelerator.prepare(alone, optimizer)
+    _, others = parts()
+    assert accelerator.prepare(planned) is planned
+    assert accelerator.prepare(others).optimizer is others  # of another model, which trains beside it
+    forebay.close(model)
+
+
 def test_blocks_are_compiled_one_by_one() -> None:
     model, optimizer = parts()
     example = torch.zeros(3, 2)

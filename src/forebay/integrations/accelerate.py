@@ -40,6 +40,7 @@ from forebay.runtime.hooks import attachment_of
 
 try:
     from accelerate import Accelerator, DistributedType
+    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 except ImportError as error:
     raise missing("transformers", error) from error
@@ -71,11 +72,17 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
         """``Accelerator.prepare``. A model that comes with its optimizer gets a plan; anything else is Accelerate's.
 
         Raises ``ConfigError`` for more than one model with its optimizer, or another before ``forebay.close`` of the
-        first.
+        first; and for an optimizer that comes without its model where no model has a plan.
         """
         models = [one for one in args if isinstance(one, nn.Module)]
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         if not models or not optimizers:
+            made_here = (AcceleratedOptimizer, StreamedOptimizer)
+            if self._planned is None and any(not isinstance(one, made_here) for one in optimizers):
+                raise ConfigError(
+                    "an optimizer without its model would train with no plan; give both to one call: "
+                    "accelerator.prepare(model, optimizer, ...)"
+                )
             return super().prepare(*args, device_placement=device_placement)
         if len(models) > 1 or len(optimizers) > 1 or self._planned is not None:
             raise ConfigError(
