@@ -117,13 +117,14 @@ def as_drawn_before(*sources: object) -> Iterator[None]:
     is not there afterwards."""
     held = [one for source in sources for one in _reachable(source)]
     own = [one for one in held if isinstance(one, OwnGenerator) and not isinstance(one, random.SystemRandom)]
-    fields = [(there, dict(there)) for one in held if (there := _named(one)) is not None]
+    named = [there for one in held if (there := _named(one)) is not None and len(there) <= _ELEMENTS]
+    fields = [(there, there.copy()) for there in named]
     try:
         with generators.as_drawn_before(own):
             yield
     finally:
         for now, before in fields:
-            for name in [name for name, value in now.items() if isinstance(value, OwnGenerator)]:
+            for name in [name for name, value in list(now.items()) if isinstance(value, OwnGenerator)]:
                 if name in before:
                     now[name] = before[name]
                 else:
@@ -132,9 +133,9 @@ def as_drawn_before(*sources: object) -> Iterator[None]:
 
 def expect_restarts(loader: object) -> None:
     """Raises ``ConfigError`` for data that begins once: training would not see what an example of it was made of."""
-    stream = loader.dataset if isinstance(loader, DataLoader) else loader
-    is_stream = isinstance(stream, Iterable) and (stream is loader or isinstance(stream, IterableDataset))
-    if is_stream and iter(stream) is iter(stream):
+    stream: Any = loader.dataset if isinstance(loader, DataLoader) else loader
+    begins = stream is loader or isinstance(stream, IterableDataset)  # else its rows are asked for by number
+    if begins and iter(stream) is iter(stream):
         raise ConfigError(
             f"the training data ({type(stream).__name__}) begins only once, so that training would lack the batch that "
             f"a plan is made for; give Memory an example of a batch, or data that begins anew with every iter()"

@@ -415,9 +415,10 @@ def _no_metric(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _on_weights(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
     """Callbacks that a prepared module does not go with, and what to do instead."""
+    given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it from elsewhere
     for name, remedy in _ON_WEIGHTS.items():
         kind = vars(callbacks).get(name)
-        yield from ((callback, remedy) for callback in trainer.callbacks if kind and isinstance(callback, kind))
+        yield from ((callback, remedy) for callback in given if kind and isinstance(callback, kind))
 
 
 def _expect_served(

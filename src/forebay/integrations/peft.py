@@ -29,8 +29,9 @@ def adapter_state(model: PeftModel | PreTrainedModel) -> dict[str, torch.Tensor]
     kept = {id(p) for p in model.parameters() if p.requires_grad}
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         kept |= {id(p) for p in layer.parameters()} if layer is not None else set()
-    tuners = [PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type) for config in model.peft_config.values()]
-    prefixes = [tuner.prefix for tuner in tuners if tuner is not None]
+    kinds = {config.peft_type for config in model.peft_config.values()}
+    tuners = [tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items() if kind in kinds]
+    prefixes = [tuner.prefix for tuner in tuners if getattr(tuner, "prefix", None)]  # not all have one
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     wanted = (name for name, tensor in named if id(tensor) in kept or any(p in name for p in prefixes))
     names = dict.fromkeys(wanted)
