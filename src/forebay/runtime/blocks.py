@@ -198,6 +198,8 @@ def _refuse_overlapping(parameters: Mapping[str, nn.Parameter]) -> None:
     """Two that are tied by their memory and not by what they are: each would have a home, and so values, of its own."""
     by_storage: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in parameters.items():
+        if parameter.is_meta:
+            continue  # it has none yet, and may be one that transformers has still to tie
         start = int(parameter.storage_offset()) * parameter.itemsize
         place = start, start + parameter.nbytes, name
         by_storage.setdefault(parameter.untyped_storage()._cdata, []).append(place)
