@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,9 @@ from forebay.errors import ConfigError, DoesNotFit, StorageError
 from forebay.integrations.lightning import SUFFIX, ForebayFigures, ForebayStrategy, Memory
 from forebay.memory import Tier
 from forebay.runtime.hooks import is_prepared, session_of
+from tests.parity.small_lightning import quiet
+
+__all__ = ["quiet"]
 
 BUDGET = "640KiB"
 """Of device memory: parameters, gradients and states of the module take 1.6 MiB."""
@@ -92,17 +93,6 @@ def trainer(folder: Path, strategy: Any = "auto", **more: Any) -> Trainer:
         "logger": CSVLogger(folder, version="csv"),
     }
     return Trainer(default_root_dir=str(folder), strategy=strategy, **{**usual, **QUIET, **more})
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Lightning says much that is not about what is tested."""
-    log = logging.getLogger("lightning.pytorch")
-    before, log.level = log.level, logging.ERROR
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
-        yield
-    log.setLevel(before)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,29 +19,22 @@ import forebay
 from forebay.errors import ModelError
 from forebay.integrations.lightning import ForebayStrategy, Memory
 from forebay.loss import Loss
+from tests.parity.small_lightning import Keeping, quiet, trainer
+
+__all__ = ["quiet"]
 
 WORDS = 1031
 
 
-class Speaker(LightningModule):
-    """Always with the same values; keeps its losses."""
-
+class Speaker(Keeping):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
         shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         self.net = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **shape))
         self.seen = MeanMetric()
-        self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(**batch).loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 class Measured(Speaker):
@@ -56,21 +46,10 @@ class Measured(Speaker):
         return made.loss
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Lightning says much that is not about what is tested."""
-    log = logging.getLogger("lightning.pytorch")
-    before, log.level = log.level, logging.ERROR
-    yield
-    log.setLevel(before)
-
-
 def losses(folder: Path, made: Speaker, strategy: Any = "auto") -> list[float]:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     rows = torch.randint(0, WORDS, (4, 40), generator=torch.Generator().manual_seed(1))
-    few = {"max_epochs": 1, "enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": str(folder)}
     data = DataLoader([{"input_ids": ids, "labels": ids} for ids in rows], batch_size=2)
-    Trainer(strategy=strategy, **few, **quiet).fit(made, data)
+    trainer(folder, strategy, max_epochs=1).fit(made, data)
     return made.losses
 
 
