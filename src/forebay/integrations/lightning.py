@@ -12,7 +12,6 @@ states. The file names the folder in there that belongs to it: what an earlier s
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -40,12 +39,13 @@ from forebay.integrations.common import (
     save_in,
     stream_quantised,
 )
+from forebay.integrations.lightning_files import SUFFIX, Straight, beside_of, remove_others, unused
 from forebay.memory import Tier
 from forebay.runtime.hooks import attachment_of, is_prepared, session_of
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-    from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision, TorchCheckpointIO
+    from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import CombinedLoader
@@ -56,10 +56,6 @@ except ImportError as error:
     raise missing("lightning", error) from error
 
 __all__ = ["SUFFIX", "ForebayFigures", "ForebayStrategy", "Memory"]
-
-SUFFIX = ".forebay"
-"""Behind the name of a checkpoint: the folder of what ``forebay.save`` wrote, a folder in it for every save."""
-
 
 _OWN_AVERAGE = (
     "average forebay.parameters(trainer.strategy.model) in a callback of your own, as docs/averages.md has it"
@@ -95,7 +91,7 @@ class ForebayStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         chosen = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        super().__init__(chosen, checkpoint_io=checkpoint_io or _Straight(), precision_plugin=precision_plugin)
+        super().__init__(chosen, checkpoint_io=checkpoint_io or Straight(), precision_plugin=precision_plugin)
         blocks = None if memory.blocks is None else tuple(f"module.{name}" for name in memory.blocks)
         self._memory = replace(memory, blocks=blocks)  # by their names in what is prepared (_Steps)
         self._steps: _Steps | None = None
@@ -223,9 +219,9 @@ class ForebayStrategy(SingleDeviceStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's file, and unless only weights are asked for the folder beside it. One that is there of this name
         can be resumed from until the new file stands."""
-        steps, beside, new = self._planned, _beside(Path(filepath)), None
+        steps, beside, new = self._planned, beside_of(Path(filepath)), None
         if steps is not None and "optimizer_states" in checkpoint:
-            new = _unused(beside)
+            new = unused(beside)
             checkpoint = {**checkpoint, FOLDER: new.name}
         elif self._weights_on_disk:
             checkpoint = {**checkpoint, "state_dict": super().lightning_module_state_dict()}
@@ -238,7 +234,7 @@ class ForebayStrategy(SingleDeviceStrategy):
                 shutil.rmtree(new, ignore_errors=True)  # no file names it
             raise
         # Only now: the file that stood until here named one of these.
-        _remove_others(beside, new)
+        remove_others(beside, new)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's file, with the folder beside it that it names."""
@@ -246,7 +242,7 @@ class ForebayStrategy(SingleDeviceStrategy):
         if FOLDER not in checkpoint:
             return checkpoint
         # A link (last.ckpt) stands for the file that it names.
-        folder = _beside(Path(checkpoint_path).resolve()) / checkpoint[FOLDER]
+        folder = beside_of(Path(checkpoint_path).resolve()) / checkpoint[FOLDER]
         return {**checkpoint, SUFFIX: str(folder)} if folder.is_dir() else checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -275,7 +271,7 @@ class ForebayStrategy(SingleDeviceStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """The file, and then the folder: without the file nobody takes it for whole."""
         super().remove_checkpoint(filepath)
-        shutil.rmtree(_beside(Path(filepath)), ignore_errors=True)
+        shutil.rmtree(beside_of(Path(filepath)), ignore_errors=True)
 
 
 @final
@@ -341,44 +337,6 @@ class _Prepared:
 def _steps_of(module: LightningModule) -> _Steps | None:
     hooks = module._forward_pre_hooks.values()
     return next((hook.steps for hook in hooks if isinstance(hook, _Prepared)), None)
-
-
-@final
-class _Straight(TorchCheckpointIO):
-    """Lightning's file without a copy of all of it in memory first."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Writes a new file, then gives it its name."""
-        if storage_options is not None:
-            raise ConfigError("storage_options are for a checkpoint_io of your own; give it to ForebayStrategy")
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.part")
-        try:
-            torch.save(checkpoint, part)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def _beside(file: Path) -> Path:
-    return file.with_name(file.name + SUFFIX)
-
-
-def _unused(beside: Path) -> Path:
-    """The folder for the next save: not one that a file may name, whose step may be the same in another run."""
-    taken = [int(path.name) for path in beside.glob("*") if path.name.isdecimal()]
-    return beside / str(max(taken, default=0) + 1)
-
-
-def _remove_others(beside: Path, kept: Path | None) -> None:
-    """Removes what earlier saves left ``beside`` a file, which now names ``kept`` or none."""
-    if kept is None:
-        shutil.rmtree(beside, ignore_errors=True)
-        return
-    for path in beside.glob("*"):
-        if path != kept:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _arguments(module: LightningModule, batch: Any) -> tuple[Any, _Step]:

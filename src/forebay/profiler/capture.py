@@ -266,7 +266,7 @@ class _Step:
                     handle.remove()
                 if chunked is not None:
                     chunked.remove()
-                recorder.remove_hooks()
+                recorder.at.remove_hooks()
 
     def _refuse_logits(self, model: nn.Module, args: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
@@ -286,10 +286,10 @@ class _Step:
                 with Recorder(self._device, self._guess, self._originals), Arrays(), _autocast_on(self._device):
                     losing(self._model, args, kwargs)
                 torch.clear_autocast_cache()  # as behind the forward that counts
-            recorder.follow_modules(self._modules())
+            recorder.at.follow_modules(self._modules(), (recorder.pack, recorder.unpack))
             askers = {name for block in self._bound.model.blocks for name in block.modules}
-            recorder.follow_root(self._model)  # behind its modules, so that it comes first where it is one of them
-            recorder.follow_askers({name: self._model.get_submodule(name) for name in sorted(askers)})
+            recorder.at.follow_root(self._model)  # behind its modules, so that it comes first where it is one of them
+            recorder.at.follow_askers({name: self._model.get_submodule(name) for name in sorted(askers)})
             # The hooks are in the modules' attributes, too.
             before = Attributes(self._model)
             with recorder, self.arrays:
@@ -370,10 +370,10 @@ class _Step:
 
     def _why(self, error: Exception) -> str:
         recorder = self.recorder
-        where = f" in {recorder.module_failed}" if recorder.module_failed else ""
+        where = f" in {recorder.at.module_failed}" if recorder.at.module_failed else ""
         what = recorder.op_failed or "Python code"
         reason = next(iter(str(error).strip().splitlines()), "") or "no message"
-        half = recorder.phase.value
+        half = recorder.at.phase.value
         return (
             f"the model's {half} cannot run under fake tensors: {what}{where}: {type(error).__name__}: {reason[:200]}"
         )

@@ -33,13 +33,14 @@ def finish(
     ids = {number: place for place, number in enumerate(order)}
     lives = {root.number: _Life(recorder, root) for root in recorder.roots.roots}
     tensors = [_tensor(made[number], number, lives[made[number].root.number], ids) for number in order]
-    given = {call: [ids[number] for number in numbers] for call, numbers in recorder.given.items()}
+    given = {call: [ids[number] for number in numbers] for call, numbers in recorder.at.given.items()}
     # Of a block that somebody else calls part by part (a list of layers is one, if lists of layers are in a list) no
     # call would run again.
     modules = {block.name: block.module for block in model.blocks}
-    whole = {call for call, (block, name) in recorder.began.items() if modules[block] in (None, name)}
-    saved = {call: ops for call, ops in recorder.saves.items() if call in recorder.roots.asked and call in whole}
-    calls = Calls(saved, recorder.roots.kept, given, recorder.replaced)
+    at, asked = recorder.at, recorder.roots.asked
+    whole = {call for call, (block, name) in at.began.items() if modules[block] in (None, name)}
+    saved = {call: ops for call, ops in at.saved_last.items() if call in asked and call in whole}
+    calls = Calls(saved, recorder.roots.kept, given, at.replaced)
     segments, visits = cut(_ops(recorder, ids, is_source, lives), tensors, calls)
     return Trace(
         model=model,

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import nn
-from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from forebay.device.schema import is_mutable, written_by
 from forebay.errors import CaptureFailed, ModelError
 from forebay.memory import Kind
-from forebay.profiler.attributes import Held
 from forebay.profiler.guesses import Guess
 from forebay.profiler.originals import Originals
 from forebay.profiler.parameter_uses import ParameterUses
@@ -26,19 +20,14 @@ from forebay.profiler.roots import Handle, Root, Roots
 from forebay.profiler.run_again import RunAgain
 from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
+from forebay.profiler.whereabouts import Whereabouts, has_storage
 from forebay.profiler.work import Works, is_view, tensors_in
-from forebay.runtime.passes import part_by_itself
-from forebay.runtime.recompute import CACHES
 from forebay.runtime.uncounted import updated_uncounted
 from forebay.trace import CONSTANT, Phase
 
 __all__ = ["RawOp", "Recorder"]
 
 aten, prim = torch.ops.aten, torch.ops.prim
-
-
-OUTSIDE = ("", 0)
-"""The place of what runs in no block: see ``Recorder.place``."""
 
 
 @final
@@ -57,7 +46,7 @@ class RawOp:
 
 @final
 class Recorder(TorchDispatchMode):
-    """The dispatch mode, on top of the ``FakeTensorMode``, and the hooks that tell it where in the model it is."""
+    """The dispatch mode, on top of the ``FakeTensorMode``. ``at`` is where in the model the step is."""
 
     def __init__(self, device: torch.device, guess: Guess, originals: Originals) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,17 +58,12 @@ class Recorder(TorchDispatchMode):
         self._true = TrueResults()
         self._unreadable: dict[int, str] = {}
         self.ops: list[RawOp] = []
-        self.phase = Phase.FORWARD
         self.backward_begins = 0
-        self.op_failed = self.module_failed = self.asked_by = ""
-        self._quiet = self._passes = False
-        self._handles: list[RemovableHandle] = []
-        # Modules whose forward is running, innermost last, each with its place.
-        self._running: list[tuple[str, tuple[str, int]]] = []
-        self._calls = 0
-        # The module that runs again, for which hooks for saved tensors are on.
-        self._saving: str | None = None
+        self.op_failed = self.asked_by = ""
+        self._quiet = False
         self.parameters = ParameterUses(self.roots)
+        self.again = RunAgain()
+        self.at = Whereabouts(self.roots, self.parameters, self.again)
         # Each with its root and torch's count of changes as it came.
         self._buffers: list[tuple[torch.Tensor, Root, int]] = []
         # By the number of their root: what was there before the step and ops have written to, what ops of the forward
@@ -87,145 +71,16 @@ class Recorder(TorchDispatchMode):
         self._written = set[int]()
         self._read = set[int]()
         self._updated = set[int]()
-        self.again = RunAgain()
         # Blocks whose forward changes in place what some module keeps to itself.
         self.changes_own = set[str]()
         # Of what was saved and is asked for before the forward is over: the roots, by number, and the blocks.
         self.asked_early = set[int]()
         self.differentiates = set[str]()
-        # By call: how many ops of the step had run when the last tensor was saved in it.
-        self.saves: dict[int, int] = {}
-        # By call: the block, and the module of it that was called.
-        self.began: dict[int, tuple[str, str]] = {}
-        # By call: numbers of the tensors that own the storages of its arguments.
-        self.given: dict[int, list[int]] = {}
-        # By call: bytes of what was there before the step and it has put other tensors in the place of. By calls that
-        # are not over: what their modules held.
-        self.replaced: dict[int, int] = {}
-        self._held: dict[int, Held] = {}
-        # Which place it was when autograd made the nodes from a sequence number on.
-        self._since: list[int] = [0]
-        self._places: list[tuple[str, int]] = [OUTSIDE]
-
-    # Where the step is.
-
-    def follow_root(self, root: nn.Module) -> None:
-        """Hooks ``root``, so that it is known whether a part of it is called by itself."""
-
-        def before(module: nn.Module, args: Any) -> None:
-            self._passes |= torch.is_grad_enabled()
-
-        self._handles.append(root.register_forward_pre_hook(before, prepend=True))
-
-    def follow_modules(self, modules: Mapping[str, tuple[nn.Module, str]]) -> None:
-        """Hooks ``modules`` (by name: the module and its block), so that ops are known by the block they run in."""
-        for name, (module, block) in modules.items():
-            self._handles.append(
-                module.register_forward_pre_hook(self._enter(name, block), prepend=True, with_kwargs=True)
-            )
-            self._handles.append(module.register_forward_hook(self._leave(name), always_call=True))
-
-    def follow_askers(self, modules: Mapping[str, nn.Module]) -> None:
-        """Hooks ``modules``, by name all that ask for a block, so that it is known whether one of them runs."""
-        self._handles.extend(self.parameters.follow(modules))
-
-    def remove_hooks(self) -> None:
-        """Takes the hooks off again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _enter(self, name: str, block: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.module_failed = ""
-            if not self._passes and torch.is_grad_enabled():
-                raise part_by_itself(module)
-            if self._running and self._running[-1][1][0] == block:
-                place = self._running[-1][1]  # a module inside that of the block: part of the same call
-            else:
-                if self._running:
-                    self.parameters.outside.add(block)  # a layer calls a module that is not inside of it
-                if self.phase is Phase.BACKWARD:
-                    self.again.called(block)
-                self._calls += 1
-                place = (block, self._calls)
-                self.given[self._calls] = self._arguments(args, kwargs)
-                self.began[self._calls] = block, name
-                if self.phase is Phase.FORWARD:
-                    self._held[self._calls] = Held(module)
-            self._running.append((name, place))
-            self._turn(place)
-            self._save_again(name)
-
-        return enter
-
-    def _save_again(self, name: str) -> None:
-        """A module that is run again in backward by a reentrant checkpoint saves what it saves by way of hooks, too, as
-        it does under a plan (``runtime/saving_scope.py``)."""
-        backward = self.phase is Phase.BACKWARD and torch.is_grad_enabled()
-        if backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
-            self._saving = name
-
-    def _leave(self, name: str) -> Any:
-        # Called after an exception too: a checkpoint ends its recomputation with one.
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if output is None and not self.module_failed:
-                self.module_failed = name
-            if self._saving == name:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-                self._saving = None
-            if self._running and self._running[-1][0] == name:
-                self._left(self._running.pop()[1][1])
-            self._turn(self.place)
-
-        return leave
-
-    def _left(self, call: int) -> None:
-        """A module of ``call`` has returned, which may be the one that was called."""
-        if call in self._held and not (self._running and self._running[-1][1][1] == call):
-            found = [self.roots.find(one) for one in self._held.pop(call).replaced() if _has_storage(one)]
-            roots = {place[0].number: place[0] for place in found if place is not None}
-            self.replaced[call] = sum(root.nbytes for root in roots.values() if root.source is not None)
-
-    def _arguments(self, args: Any, kwargs: Any) -> list[int]:
-        # Not what a cache holds: a recomputation remembers that and does not keep it (``runtime/recompute.py``).
-        leaves = tree_leaves((args, {name: value for name, value in kwargs.items() if name not in CACHES}))
-        found = [self.roots.find(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and _has_storage(leaf)]
-        return [place[0].base for place in found if place is not None]
-
-    def _turn(self, place: tuple[str, int]) -> None:
-        self.roots.call = place[1]
-        if self._places[-1] != place:
-            self._since.append(_get_sequence_nr())
-            self._places.append(place)
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """The block that runs and the number of the call of its module: those of the innermost module, or in backward
-        those of the node's forward. A call is what a checkpoint around the block's module would recompute as one."""
-        if self._running:
-            return self._running[-1][1]
-        if self.phase is Phase.FORWARD:
-            return OUTSIDE
-        node: Any = torch._C._current_autograd_node()  # None between nodes, whatever its annotation says
-        if node is None:
-            return OUTSIDE
-        number = node._sequence_nr()
-        if number >= _get_sequence_nr():  # accumulation into .grad: part of what ran before it
-            return (self.ops[-1].block, self.ops[-1].call) if self.ops else OUTSIDE
-        return self._places[bisect_right(self._since, number) - 1]
-
-    @property
-    def module(self) -> str:
-        """The innermost module that runs, of those that own parameters or are blocks."""
-        return self._running[-1][0] if self._running else ""
 
     def begin_backward(self) -> None:
         """Forward and loss are done."""
-        self._running.clear()
+        self.at.begin_backward()
         self.parameters.forward_ends()
-        self.phase = Phase.BACKWARD
         self.backward_begins = len(self.ops)
 
     # What is there before the step, and what comes of it.
@@ -264,7 +119,7 @@ class Recorder(TorchDispatchMode):
     def _writes(self, written: Sequence[torch.Tensor]) -> None:
         """An op is about to write to tensors: of those that were there before the step keeps what is in real ones, and
         notes which they are, and the block that changes one of its own."""
-        if self.phase is Phase.FORWARD:
+        if self.at.phase is Phase.FORWARD:
             self.parameters.write(written)
         for tensor in written:
             found = self.roots.find(tensor)
@@ -273,8 +128,8 @@ class Recorder(TorchDispatchMode):
             self._written.add(found[0].number)
             if not is_fake(tensor):
                 self._originals.keep(tensor)
-            if self.phase is Phase.FORWARD and found[0].name.startswith(CONSTANT):
-                self.changes_own.add(self.place[0])
+            if self.at.phase is Phase.FORWARD and found[0].name.startswith(CONSTANT):
+                self.changes_own.add(self.at.place[0])
 
     def _follow_buffers(self, func: Any, args: Any, numbers: tuple[int, ...]) -> None:
         """Notes what an op of the forward reads and what it updates uncounted."""
@@ -307,9 +162,8 @@ class Recorder(TorchDispatchMode):
         seen in forward, whatever is saved there, and before the op if that is one of its arguments
         (``torch.utils.checkpoint``, ``_recomputation_hook``).
         """
-        if self._running:
-            self.saves[self._running[-1][1][1]] = len(self.ops)
-        handle = self.roots.pack(tensor, with_values=not is_fake(tensor)) if _has_storage(tensor) else None
+        self.at.saves(len(self.ops))
+        handle = self.roots.pack(tensor, with_values=not is_fake(tensor)) if has_storage(tensor) else None
         if handle is None:
             self.roots.asked.add(self.roots.call)  # nothing will tell
             return tensor if tensor.grad_fn is None else tensor.detach()
@@ -332,9 +186,9 @@ class Recorder(TorchDispatchMode):
             finally:
                 self._quiet = False
         self.roots.alias(tensor, packed)
-        if self.phase is Phase.FORWARD:
+        if self.at.phase is Phase.FORWARD:
             self.asked_early.add(packed.root.number)
-            self.differentiates.update(self.began.get(packed.call, ())[:1])
+            self.differentiates.update(self.at.began.get(packed.call, ())[:1])
         return tensor
 
     # Ops.
@@ -360,8 +214,8 @@ class Recorder(TorchDispatchMode):
         result = self._run(func, args, kwargs, inputs)
         outputs = tensors_in(result)
         # Before the silent ones are left out: what views a weight is about to read it.
-        if self.phase is Phase.BACKWARD and outputs:
-            if not self._running and not is_view(func):  # a checkpoint detaches what it saves
+        if self.at.phase is Phase.BACKWARD and outputs:
+            if not self.at.running and not is_view(func):  # a checkpoint detaches what it saves
                 self.again.goes_on()
             self.parameters.read_again(inputs)
         if self._is_silent(func, outputs):
@@ -369,23 +223,16 @@ class Recorder(TorchDispatchMode):
             return result
         made = tuple(dict.fromkeys([self._output(t, lifted or is_view(func)) for t in outputs]))
         self.values.follow(outputs)
-        if self.phase is Phase.FORWARD:
-            self.parameters.read(numbers, [name for name, _ in self._running])
+        if self.at.phase is Phase.FORWARD:
+            self.parameters.read(numbers, self.at.running)
             self._follow_buffers(func, args, numbers)
         work = self.works.add(func, args, kwargs, result)
-        self.ops.append(RawOp(work, numbers, made, *self._noted_place(), self.phase))
+        self.ops.append(RawOp(work, numbers, made, *self.at.place_of_op(), self.at.phase))
         return result
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # see device/ledger.py: torch would wrap the method above in a switch that is not needed here
-
-    def _noted_place(self) -> tuple[str, int]:
-        place = self.place
-        if self.phase is Phase.BACKWARD:
-            # A recomputation inside backward makes nodes of its own, which belong to the block that is recomputed.
-            self._turn(place)
-        return place
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         decided = self.values.decided
@@ -403,7 +250,7 @@ class Recorder(TorchDispatchMode):
             raise
 
     def _asking_now(self, func: Any) -> str:
-        return f"{func} {f'in {self.module}' if self.module else 'outside of the blocks'}"
+        return f"{func} {f'in {self.at.module}' if self.at.module else 'outside of the blocks'}"
 
     @property
     def undecided(self) -> str:
@@ -432,7 +279,3 @@ class Recorder(TorchDispatchMode):
             # A lifted constant (``torch.tensor(3.0)``) is in no device's account.
             return self.roots.add(tensor, nbytes=0 if takes_nothing else None).base
         return self.roots.number(tensor)
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (FakeTensor, nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
