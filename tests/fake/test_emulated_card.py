@@ -60,7 +60,7 @@ def test_it_shows_who_does_not_wait_and_what_is_elsewhere() -> None:
     assert told[2] == "CUDA out of memory. Tried to allocate 4096 bytes."
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("file", "some"),
     [

@@ -188,6 +188,7 @@ ENDINGS: dict[str, tuple[str, int]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("how", ENDINGS)
 def test_a_process_that_ends_without_close(how: str, tmp_path: Path) -> None:
     body, code = ENDINGS[how]

@@ -134,7 +134,7 @@ def test_what_check_accepts_simulate_never_overfills(case: Case, micro_batches: 
 
 
 @given(data=st.data(), case=cases(activations=True), micro_batches=st.integers(1, 2))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_any_corruption_is_refused(data: st.DataObject, case: Case, micro_batches: int) -> None:
     """One program of each kind, of every case: to draw the cases is most of the work."""
     case = roomy_case(case)

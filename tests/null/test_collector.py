@@ -71,7 +71,7 @@ def trace() -> Trace:
     return chain(8)
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", ["auto", "offload-all", "capuchin", "zero-infinity"])
 @pytest.mark.parametrize("disk", [0, 1 << 40])
 @pytest.mark.parametrize(("device", "host"), [(0.7, 10.0), (0.5, 1.0), (0.05, 10.0)])

@@ -34,7 +34,7 @@ def steps(case: Case) -> tuple[float, ...]:
 def test_it_takes_as_long_as_one_that_is_walked_through(kind: str) -> None:
     """To the last bit: what it waits for beside is two steps old."""
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(KINDS[kind]())
     def same(case: Case) -> None:
         counterparts: Callable[..., object] = LOWERING.counterparts
@@ -59,6 +59,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("on", MACHINES.values(), ids=MACHINES.keys())
 @pytest.mark.parametrize("policy", ["stream", "stream-recompute", "auto"])
 def test_what_is_foretold_is_a_step_like_all_that_follow(policy: str, on: Machine) -> None:

@@ -34,7 +34,7 @@ def within(on: str, standing: float, activations: float, trace: Trace = CHAIN) -
     return asked(trace, MACHINES[on], device=device)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize(("standing", "activations"), [(1.0, 0.5), (0.4, 0.4)])
 def test_auto_is_behind_no_other_planner(on: str, standing: float, activations: float) -> None:

@@ -37,7 +37,7 @@ def is_no_slower(more: Plan | None, less: Plan) -> bool:
     return more.step_seconds <= less.step_seconds * (1 + (PLAIN if plain else TIE))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(problems(), st.integers(1, 64), st.integers(1, 64))
 def test_more_device_memory_is_not_slower(problem: Problem, first: int, second: int) -> None:
     low, high = sorted((first, second))
@@ -48,7 +48,7 @@ def test_more_device_memory_is_not_slower(problem: Problem, first: int, second: 
     assert less is None or is_no_slower(more, less)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(problems(), st.integers(0, 32), st.integers(0, 32), st.sampled_from(["host", "disk"]))
 def test_more_host_memory_or_disk_is_not_slower(problem: Problem, first: int, second: int, tier: str) -> None:
     """From nothing to what all parameters, gradients and states take, and the buffers on the way to disk."""
@@ -80,7 +80,7 @@ def test_more_memory_is_not_slower_where_there_is_time_for_a_few_drafts(monkeypa
     assert everything.liveness is not None
     peak = everything.liveness.profile().peak
     found = []
-    for part in (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8):
+    for part in (0.2, 0.3, 0.5, 0.8):
         problem = asked(trace, on, device=int(part * peak))
         bench = Bench(problem)
         found.append(make_plan(problem, "auto", bench).step_seconds or 0.0)
@@ -95,7 +95,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("blocks", [3, 8])
 def test_auto_is_within_one_percent_of_the_whole_programme(on: str, blocks: int) -> None:

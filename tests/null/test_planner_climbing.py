@@ -70,7 +70,7 @@ def test_it_stops_where_nothing_gains_or_nothing_may_be_taken() -> None:
 
 
 @given(seed=st.integers(0, 10_000), beside=st.sampled_from([0, 100_000, 400_000, ENOUGH]))
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_changes_of_changes_are_drafts_that_can_be_planned(seed: int, beside: int) -> None:
     """Wherever chance leads, and however little of the host is beside what everything takes: what fits is accepted by
     the checker, and keeps its budgets."""

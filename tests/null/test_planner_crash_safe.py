@@ -41,6 +41,7 @@ def on_disk(plan: Plan) -> set[str]:
     return {p.block for p in plan.placements if Tier.DISK in (p.parameters, p.states)}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["stream", "auto"])
 def test_twice_the_bytes_on_disk_and_no_other(policy: str) -> None:
     host = least_host(1)
@@ -106,6 +107,7 @@ def test_a_disk_with_room_for_one_is_refused() -> None:
     assert refusal.value.tier == Tier.DISK.value
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["stream", "auto", "smart-infinity"])
 def test_a_report_says_what_of_the_disk_saves_in_place_take(policy: str) -> None:
     """As much as the plan that has both places; where there is no room for them, that saves copy."""
@@ -131,6 +133,7 @@ def test_updates_where_states_lie_are_refused() -> None:
         make_plan(problem(ENOUGH, disk_copies=2), "smart-infinity")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["stream", "auto", "smart-infinity"])
 def test_checksums_take_eight_bytes_a_page_of_the_host(policy: str) -> None:
     said = "what is read of it is held against checksums of what was written: 8 bytes of the host for each 4.0 KiB"

@@ -213,6 +213,7 @@ def test_a_block_is_in_one_of_both() -> None:
     assert refused == draft
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_more_of_a_budget_is_not_slower(tier: str) -> None:
@@ -230,7 +231,7 @@ def test_more_of_a_budget_is_not_slower(tier: str) -> None:
         before = min(before, seconds(plan))
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(st.floats(2e7, 2e9), st.floats(1e8, 1e10), st.floats(5e6, 1e9), st.integers(3, 16))
 def test_never_slower_than_at_home_and_proven(compute: float, link: float, update: float, parts: int) -> None:
     on = machine(compute=compute, h2d=link, d2h=link, update=update)

@@ -60,7 +60,7 @@ def test_gradients_count_from_when_they_are_made() -> None:
     assert played(trace, plan) == need
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases(activations=True))
 def test_no_timing_goes_over_the_bound(case: Case) -> None:
     plan = once(case.plan)
@@ -68,7 +68,7 @@ def test_no_timing_goes_over_the_bound(case: Case) -> None:
     assert usage.peak <= device_bound(case.trace, plan) <= device_bound(case.trace, case.plan)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases(activations=True))
 def test_the_checker_finds_no_more_than_the_bound(case: Case) -> None:
     assume(any(p.resident for p in case.plan.placements))

@@ -130,6 +130,7 @@ def test_no_updates_ahead_are_worth_more_than_updates_that_take_no_time(compute:
         assert fresh.simulated == 1
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("update", [1e7, 3e7, 1e8, 3e8])
 def test_of_a_long_model_as_many_are_tried_as_backward_has_time_for(update: float) -> None:
     """And a few more and fewer: what is found is as fast as with any number of them."""

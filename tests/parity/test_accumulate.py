@@ -34,7 +34,7 @@ def test_same_numbers_streamed(name: str, dtype: torch.dtype) -> None:
     forebay.close(model)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_same_numbers_recomputed(name: str) -> None:
     """With dropout too: it draws the numbers that the loop draws, and draws them again."""
@@ -69,7 +69,7 @@ def test_same_numbers_with_activations_on_disk(tmp_path: Path) -> None:
 
 
 @given(data=st.data(), name=st.sampled_from(["llama", "llama-tied", "t5"]), count=st.integers(2, 4))
-@settings(max_examples=8)
+@settings(max_examples=4)
 def test_any_plan_gives_the_numbers_of_the_loop(data: st.DataObject, name: str, count: int) -> None:
     """Slots are poisoned, so that a stale read shows."""
     drawn_for = subject(name, torch.float32)

@@ -66,6 +66,7 @@ def test_many_micro_batches_move_what_one_moves(name: str) -> None:
         assert many["park gradient"] == many["unpark gradient"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_as_many_bytes_cross_as_foretold(name: str) -> None:
     """Each way, those of tied parameters among them; by the third step the record of the order is complete."""

@@ -206,6 +206,7 @@ def assert_the_loops(
         assert all(torch.equal(values[name], parameter) for name, parameter in plain.named_parameters())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["stream", "stream-recompute"])
 @pytest.mark.parametrize("kind", [Handing, Asking, Remembering, Counting, Averaging, Sharing, Hooked, Once, Stack])
 def test_the_numbers_are_those_of_the_loop(kind: type[Stack], policy: str) -> None:

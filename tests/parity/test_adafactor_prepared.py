@@ -184,7 +184,7 @@ def assert_the_same_wherever(
     forebay.close(model)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("update", "disk"), [*WAYS, (Update.STORAGE, True)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_wherever_an_update_runs(name: str, update: Update, disk: bool, tmp_path: Path) -> None:

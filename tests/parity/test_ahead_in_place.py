@@ -37,7 +37,7 @@ def plan_for(dtype: torch.dtype) -> Plan:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_whatever_a_loop_does(loop: list[str], dtype: torch.dtype, seed: int) -> None:
     with TemporaryDirectory() as folder:
         _, committed, redone = expect_as_copied(MIXED, dtype, plan_for(dtype), loop, seed, Path(folder))

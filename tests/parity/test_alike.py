@@ -66,6 +66,7 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"experts"}))  # goes by values that nobody has
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_step_is_recorded_as_by_torch(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

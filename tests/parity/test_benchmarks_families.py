@@ -23,7 +23,7 @@ def asked(task: str, name: str) -> Trained:
     return one
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("task", "name"),
     [

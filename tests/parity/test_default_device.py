@@ -47,7 +47,7 @@ def left(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, devic
     return found
 
 
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("policy", ["auto", "stream", "offload-all", "resident"])
 @pytest.mark.parametrize("name", MAKERS)

@@ -79,7 +79,7 @@ def on_disk(folder: Path) -> dict[str, Any]:
     return {"plan": plan, "device_memory": AMPLE, "disk": f"{folder}:1GiB"}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("where", [*HOMES, "on disk"])
 def test_one_result_and_one_checkpoint(where: str, tmp_path: Path) -> None:
     """Masters that are no bf16 numbers come through a checkpoint, a saved optimizer, and steps behind both, wherever
@@ -108,6 +108,7 @@ def test_one_result_and_one_checkpoint(where: str, tmp_path: Path) -> None:
         assert_same(resumed.close(), expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("where", ["everything stays", "everything streams"])
 def test_states_are_loaded_with_their_masters(where: str) -> None:
     """The parameter is half of its master: what is loaded as one sets both, and what is loaded without leaves both."""

@@ -224,6 +224,7 @@ BETWEEN: dict[str, tuple[Callable[[Run], Any], str]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("what", BETWEEN)
 def test_between_backward_and_step(what: str, run: Run) -> None:
     act, words = BETWEEN[what]
@@ -232,6 +233,7 @@ def test_between_backward_and_step(what: str, run: Run) -> None:
         act(run)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("what", [w for w, (_, words) in BETWEEN.items() if words == "was used up"])
 def test_a_refused_look_changes_nothing(what: str, run: Run) -> None:
     """The step that comes all the same is the one that was made."""

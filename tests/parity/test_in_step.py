@@ -90,6 +90,7 @@ class Scripted(Stopwatch):
         return (1.0, 3.0, 5.0, 6.0, 4.0, 10.0)[(self.runs - 1) % 6]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("inline", [False, True])
 def test_the_hosts_part_of_an_op_is_the_step_over_its_ops(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch, copies, made_by = Scripted(), forebay.device.cpu._copy_bytes, set[int]()

@@ -88,6 +88,7 @@ def trained(folder: Path, memory: Memory | None) -> tuple[list[float], int]:
     return made.losses, device.peak
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["stream-recompute", "auto"])
 def test_a_trainer_of_two_forwards(policy: str, tmp_path: Path) -> None:
     losses, _ = trained(tmp_path, None)

@@ -211,7 +211,7 @@ def least(layer: Callable[[], nn.Module], policy: str, batch: torch.Tensor) -> i
     return refusal.value.needed
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("room", [1.0, 1.5])
 @pytest.mark.parametrize("policy", ["auto", "recompute", "offload-all", "checkmate", "capuchin", "superneurons"])
 @pytest.mark.parametrize("layer", LAYERS)
@@ -237,6 +237,7 @@ def assert_within_the_budget(layer: Callable[[], nn.Module], policy: str, room: 
     forebay.close(ours)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["recompute", "checkmate", "superneurons"])
 @pytest.mark.parametrize("layer", [MakesMasks, Positions])
 def test_what_is_made_anew_for_another_size_is_made_anew_when_it_runs_again(

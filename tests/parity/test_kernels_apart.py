@@ -147,7 +147,7 @@ def assert_apart(arithmetic: Arithmetic, variant: Variant, *, parameter: bool, s
         assert same_bytes(part.gradient, gradient)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kernels_write_another_copy(name: str, team: Team) -> None:
     rule = VARIANTS[name].rule
@@ -155,6 +155,7 @@ def test_kernels_write_another_copy(name: str, team: Team) -> None:
     assert_apart(KernelArithmetic(rule, team), VARIANTS[name], parameter=True, states=True)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("parameter", "states"), [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "8bit"])
 def test_kernels_write_one_of_both_elsewhere(name: str, parameter: bool, states: bool, team: Team) -> None:
@@ -171,6 +172,7 @@ def test_torch_copies_first(name: str) -> None:
         assert_apart(TorchArithmetic(VARIANTS[name].rule, room), VARIANTS[name], parameter=parameter, states=states)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("shift", [0, 1, 16], ids=["lines", "unaligned", "half lines"])
 @pytest.mark.parametrize("name", ["adamw-bf16", "moments-bf16", "8bit", "lion-bf16", "sgd-momentum"])
 def test_nothing_is_written_around_it(name: str, shift: int, team: Team) -> None:

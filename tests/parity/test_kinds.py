@@ -60,6 +60,7 @@ def folder(path: Path, head: str | None, family: str, **numbers: Any) -> str:
     return str(path)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_folder_has_the_model_that_it_names(head: str, tmp_path: Path) -> None:
     family, numbers, word = HEADS[head]
@@ -127,7 +128,7 @@ def test_training_is_for_causal_language_models(tmp_path: Path) -> None:
             build(find(recipe), "float32")
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["BertForQuestionAnswering", "WhisperForConditionalGeneration"])
 def test_they_are_verified(head: str, tmp_path: Path) -> None:
     """Of the first the micro-batches that passed together kept more than its plan had room for."""

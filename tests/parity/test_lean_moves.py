@@ -19,7 +19,7 @@ KINDS: tuple[Moments | None, ...] = ("bfloat16", "8bit", "4bit", None)
 """Moments of AdamW; None: Lion."""
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("moments", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_updates_ahead_of_their_step(moments: Moments | None, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -350,6 +350,7 @@ class Unlooked(Net):
         return
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("budget", [BUDGET, "64MiB"], ids=["streamed", "stays"])
 def test_gradients_used_up_in_backward(closed: list[Trainer], tmp_path: Path, budget: str) -> None:
     """Where Lightning clips nothing and takes one backward a step; it zeroes gradients behind the next forward."""

@@ -97,7 +97,7 @@ def planned(shape: Shape, policy: str, device: int) -> Plan:
     return make_plan(problem, policy, shape.bench.with_limits(problem))
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize("policy", LITERATURE)
 def test_it_trains_with_the_same_numbers(shape: Shape, policy: str) -> None:
     if (policy, shape.name) in NO_ATTENTION:

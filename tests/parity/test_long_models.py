@@ -28,6 +28,7 @@ def asked(trace: Trace, machine: str, share: float) -> Problem:
     return problem_of(trace, on, Budget(int(share * on.device_capacity)))
 
 
+@pytest.mark.slow
 def test_more_of_the_device_is_no_slower(trace: Trace) -> None:
     """Whatever the search begins with: what runs again is the fastest while updates are in its way, and computes more
     than what moves once they run under backward."""

@@ -153,6 +153,7 @@ def feeding() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["stream-recompute", "offload-all", "auto"])
 @pytest.mark.parametrize(("layer", "room"), [(Force, "130KiB"), (Adapting, "74KiB")])
 def test_a_gradient_that_the_forward_of_a_block_takes(layer: type[nn.Module], room: str, policy: str) -> None:

@@ -55,7 +55,7 @@ def mixed(draw: st.DrawFn, drawn_for: Subject) -> Plan:
 
 
 @given(data=st.data(), name=NAMES, dtype=DTYPES, seed=st.integers(0, 1000))
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_the_numbers_and_the_checkpoints_of_a_loop_that_copies(
     data: st.DataObject, name: str, dtype: torch.dtype, seed: int
 ) -> None:

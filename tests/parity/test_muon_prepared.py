@@ -86,6 +86,7 @@ def plain(name: str) -> Left:
     return losses, {n: p.detach() for n, p in model.named_parameters()}, states
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("update", "disk"), [*WAYS, (Update.STORAGE, True)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_wherever_an_update_runs(name: str, update: Update, disk: bool, tmp_path: Path) -> None:

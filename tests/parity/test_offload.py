@@ -88,7 +88,7 @@ def test_same_numbers_with_copies_made_between_ops(name: str, resident: bool, mo
     slots=st.integers(1, 3),
     windows=st.tuples(st.sampled_from(WINDOWS), st.sampled_from(WINDOWS)),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_any_ops_may_be_moved(
     data: st.DataObject, name: str, dtype: torch.dtype, resident: bool, slots: int, windows: tuple[int, int]
 ) -> None:

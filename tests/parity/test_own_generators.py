@@ -108,6 +108,7 @@ def batches(count: int) -> Iterator[torch.Tensor]:
         yield torch.linspace(-1, 1 + number, 4 * WIDTH).view(4, WIDTH)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["stream-recompute", "stream"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", MODELS)

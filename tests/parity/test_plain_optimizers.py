@@ -62,6 +62,7 @@ def assert_same_states(ours: torch.optim.Optimizer, theirs: torch.optim.Optimize
         assert all(torch.equal(found[key][name], value) for name, value in state.items())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("home", ["device", "host", "disk"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_torchs_to_the_last_bit(name: str, home: str, tmp_path: Path) -> None:

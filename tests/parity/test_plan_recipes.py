@@ -58,6 +58,7 @@ def assert_planned(trace: Trace, policy: str) -> None:
     assert all(usage.peak <= (usage.limit or usage.peak) for usage in report.tiers)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("recipe", ["gpt2", "t5-small", "vit-base"])
 def test_recipes_of_every_kind_are_planned(recipe: str) -> None:
     trace = step(recipe)

@@ -127,6 +127,7 @@ def test_the_users_random_numbers_are_left_alone(
     assert torch.equal(before, behind) and torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_refresh_measures_again(measured: tuple[Machine, Path], measurements: list[Remembered], tmp_path: Path) -> None:
     file = cache_file(tmp_path, "cpu")
     file.write_bytes(cache_file(measured[1], "cpu").read_bytes())
@@ -136,6 +137,7 @@ def test_refresh_measures_again(measured: tuple[Machine, Path], measurements: li
     assert now is not None and then is not None and now.path == str(tmp_path) and now.read != then.read
 
 
+@pytest.mark.slow
 def test_another_disk_is_measured_and_nothing_else(measured: tuple[Machine, Path], tmp_path: Path) -> None:
     machine, folder = measured
     cache_file(tmp_path, "cpu").write_bytes(cache_file(folder, "cpu").read_bytes())
@@ -398,6 +400,7 @@ def test_doctor_prints_a_table_of_80_columns(
         assert said in stdout, said
 
 
+@pytest.mark.slow
 def test_where_a_program_has_its_tensors_made_is_no_matter(tmp_path: Path) -> None:
     """Nothing can be measured on ``meta``, which stands for a card that is not asked about."""
     with torch.device("meta"):

@@ -46,7 +46,7 @@ def unused_experts(name: str, blocks: tuple[str, ...], done: list[str]) -> set[s
 
 
 @given(data=st.data(), name=st.sampled_from(sorted(set(SUBJECTS) - set(DROPOUT))), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_blocks_may_be_recomputed(data: st.DataObject, name: str, dtype: torch.dtype) -> None:
     chosen = data.draw(st.lists(st.sampled_from(names_of(name)), unique=True))
     resident, slots = data.draw(st.booleans()), data.draw(st.integers(1, 3))

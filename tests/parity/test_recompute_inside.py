@@ -193,6 +193,7 @@ def prepared(module: nn.Module, policy: str, loss_fn: Any = loss_of) -> tuple[nn
     )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
 @pytest.mark.parametrize("policy", ["stream-recompute", "resident"])
 @pytest.mark.parametrize("kind", KINDS)

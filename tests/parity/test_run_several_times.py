@@ -230,7 +230,7 @@ def least(case: Case, dtype: torch.dtype, policy: str) -> int:
     return refused.value.needed
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(18)
 @pytest.mark.parametrize(("name", "dtype"), WAYS, ids=str)
 def test_within_the_least(name: str, dtype: torch.dtype) -> None:
     """The same bits, no byte more than promised, and less than with everything kept."""
@@ -243,7 +243,7 @@ def test_within_the_least(name: str, dtype: torch.dtype) -> None:
     assert report.measured_peaks()[Tier.DEVICE] <= report.plan.device <= needed
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "policy"), OTHERS)
 def test_above_the_least(name: str, policy: str) -> None:
     """Where single ops are treated, too."""

@@ -156,6 +156,7 @@ def test_a_run_goes_on_as_it_would_have(dtype: torch.dtype, tmp_path: Path) -> N
     second.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_residuals_begins_with_none_and_one_with_them_is_not_cut(tmp_path: Path) -> None:
     whole, part = plan_for(tmp_path, None), plan_for(tmp_path, DENSITY)
     first = Trained(whole, tmp_path)

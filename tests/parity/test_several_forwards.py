@@ -121,7 +121,7 @@ def test_the_least_device_memory_is_enough(loss: str, policy: str) -> None:
     forebay.close(model)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("room", [1.1, 1.3, 1.6, 2.2])
 @pytest.mark.parametrize("loss", ["contrastive", "shorter"])
 def test_within_more(loss: str, room: float) -> None:

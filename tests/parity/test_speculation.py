@@ -332,6 +332,7 @@ def test_any_other_factor_is_a_change(run: Run, factor: Any) -> None:
 SGD: dict[str, dict[str, Any]] = {"plain": {}, "momentum": {"momentum": 0.9, "nesterov": True}}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", SGD)
 def test_other_optimizers(kind: str, tmp_path: Path) -> None:
     """Without any state, and with one."""
@@ -365,6 +366,7 @@ def test_models_of_every_shape(name: str, tmp_path: Path) -> None:
     forebay.close(made)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_job_late_in_turn(dtype: torch.dtype, tmp_path: Path) -> None:
     """Steps of two micro-batches, so that one step is made anew and the next is taken over."""

@@ -119,7 +119,7 @@ def plain(request: pytest.FixtureRequest) -> Plain:
     return Plain(request.param, case, trace, needed, homes - homes // 10, losses, dict(model.named_parameters()))
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_trains_with_the_same_numbers(plain: Plain, policy: str, tmp_path: Path) -> None:
     host, disk = plain.host if policy in WITH_DISK else AMPLE, DiskBudget(str(tmp_path), DISK)

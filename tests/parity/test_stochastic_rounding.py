@@ -55,7 +55,7 @@ def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor], LeanOptimize
     return losses, {n: p.detach() for n, p in model.named_parameters()}, optimizer
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("name", "update", "disk"), WAYS)
 def test_the_same_bits_wherever_an_update_runs(name: str, update: Update, disk: bool, tmp_path: Path) -> None:
     losses, parameters, optimizer = plain(name)

@@ -79,6 +79,7 @@ class Net(nn.Module):
         return self.loss(self.head(x), wanted)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", ["stream", "stream-recompute"])
 @pytest.mark.parametrize("width", [16, 2048])
 @pytest.mark.parametrize("name", LOSSES)

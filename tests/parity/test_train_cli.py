@@ -432,6 +432,7 @@ def test_the_demo_needs_several_times_what_it_is_allowed(on_card: bool) -> None:
     assert demo_settings(None, None, None, on_card=on_card)["host_memory"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("card", "more"),

@@ -167,6 +167,7 @@ def test_an_optimizer_of_forebays(tmp_path: Path, opened: list[Noting]) -> None:
     assert len(forebay.report(own.model).plan.changes_numbers) == 2
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "more",
     [{"bf16": True}, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True}, {"optim": "adafactor"}],
@@ -254,6 +255,7 @@ def test_a_step_of_one_backward_is_trained_as_one(tmp_path: Path, opened: list[N
     assert not forebay.report(own.model).plan.accumulates
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("budget", [BUDGET, "64MiB"], ids=["streamed", "stays"])
 def test_gradients_used_up_in_backward(tmp_path: Path, opened: list[Noting], budget: str) -> None:
     """Where the Trainer clips nothing and takes one backward a step; on the device too."""

@@ -53,6 +53,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, **inputs: Any) -> N
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_a_larger_batch(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
     """What is larger of it, and what was planned; then the planned batch, and a smaller one, train on."""
     model, optimizer = pair
@@ -150,6 +151,7 @@ def test_a_second_derivative(policy: str) -> None:
     forebay.close(model)
 
 
+@pytest.mark.slow
 def test_an_evaluation(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
     model, _ = pair
     with torch.no_grad(), pytest.raises(DeviceOutOfMemory, match=r"has input_ids \(40, 64\), labels \(40, 64\)"):

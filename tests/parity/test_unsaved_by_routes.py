@@ -33,7 +33,7 @@ def test_more_is_not_refused_where_less_is_not() -> None:
             refused, adamw(list(refused.parameters())), FAMILY.batch(refused, 0), device_memory=1024, device="cpu"
         )
     assert refusal.value.needed is not None
-    for share in (1.0, 1.02, 1.05, 1.1, 1.15):
+    for share in (1.0, 1.05, 1.15):
         given = model(FAMILY)
         allowed = int(share * refusal.value.needed)
         prepared, optimizer = forebay.prepare(

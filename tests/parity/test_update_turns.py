@@ -119,6 +119,7 @@ def test_states_and_parameters_on_disk(tmp_path: Path) -> None:
     trained("llama", plan, disk=str(tmp_path))
 
 
+@pytest.mark.thinned(2)
 @torchs_bits
 @pytest.mark.parametrize("lane", [Lane.UPDATE, Lane.D2H])
 def test_whatever_comes_late(lane: Lane) -> None:

@@ -107,6 +107,7 @@ def test_without_a_budget_something_streams(tmp_path: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_dropout_in_bf16(tmp_path: Path) -> None:
     asked = ("--dtype", "bfloat16", "--optimizer", "adamw-8bit", "--seed", 3)
     found = verified(gpt2_with_dropout(tmp_path), *asked, *STREAM)
@@ -122,6 +123,7 @@ def test_weights_of_a_folder_are_used(tmp_path: Path) -> None:
     assert any(f"weights of {tmp_path / 'saved'}" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_text_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 40)
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
@@ -131,6 +133,7 @@ def test_text_of_a_file(tmp_path: Path) -> None:
     assert any(f"random weights and text of {tmp_path / 'text.txt'}, in an" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_updates_in_backward(tmp_path: Path) -> None:
     found = verified(llama(tmp_path), "--update", "backward", "--device-memory", "160KiB")
     names = [check["name"] for check in found["checks"]]
@@ -146,6 +149,7 @@ def test_no_room_to_save_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert any("resuming was not looked at" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_fewer_layers_where_there_is_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = forebay.cli.verify._room("cpu")
     assert whole > 2**28

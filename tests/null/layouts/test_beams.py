@@ -27,7 +27,7 @@ def beams_on(table: Table, capacity: int | None) -> Beams:
     return Beams(table, task_of(table), none_yet, Aim(table.peak, capacity, NEVER, NEVER))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(buffers=buffer_tuples(6, alignments=(1, 1, 4)), more=st.integers(0, 6))
 def test_what_is_found_is_within_the_capacity_and_so_few_are_all_seen(buffers: tuple[Buffer, ...], more: int) -> None:
     for part in parts_of(Table.of(buffers)):
