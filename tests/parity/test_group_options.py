@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import forebay
+from forebay import optim
 from forebay.errors import OptimizerError
 from forebay.plans import Plan
 from tests.parity.in_backward import in_backward
@@ -65,6 +66,27 @@ LATE: dict[str, tuple[Make, Change, str]] = {
     "amsgrad": (lambda m: torch.optim.AdamW(m.parameters()), in_last_group(amsgrad=True), "no max_exp_avg_sq"),
     "rmsprop": (lambda m: torch.optim.RMSprop(m.parameters()), in_last_group(momentum=0.9), "no momentum_buffer"),
     "centered": (lambda m: torch.optim.RMSprop(m.parameters()), in_last_group(centered=True), "no grad_avg"),
+    "moments": (
+        lambda m: optim.AdamW(m.parameters()),
+        in_last_group(moments="bfloat16"),
+        r"moments is 'bfloat16' in .* made for 'float32'.*set it back",
+    ),
+    "adamw-rounding": (
+        lambda m: optim.AdamW(m.parameters()),
+        in_last_group(stochastic_rounding=True),
+        "made for False",
+    ),
+    "lion-rounding": (lambda m: optim.Lion(m.parameters()), in_last_group(stochastic_rounding=True), "made for False"),
+    "adafactor-rounding": (
+        lambda m: optim.Adafactor(m.parameters()),
+        in_last_group(stochastic_rounding=True),
+        r"stochastic_rounding is True in .* made for False",
+    ),
+    "use-muon": (
+        lambda m: optim.Muon(optim.muon_groups(m)),
+        in_last_group(use_muon=True),
+        r"use_muon is True .*for False",
+    ),
 }
 
 
@@ -106,6 +128,58 @@ def test_an_update_before_its_step_is_refused_too(planned: Callable[..., Plan]) 
     run.backward(2)
     run.optimizer.step()
     run.close()
+
+
+def adam(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> torch.optim.Optimizer:
+    return kind(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)  # type: ignore[call-arg]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return adam(model, torch.optim.AdamW)
+
+
+def half_decoupled(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": model[:2].parameters(), "decoupled_weight_decay": True}, {"params": model[2:].parameters()}]  # type: ignore[index]
+    return torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.parametrize("make", [adam, adamw, half_decoupled])
+@pytest.mark.parametrize("policy", ["stream", "resident"])
+def test_whether_the_decay_is_decoupled_is_asked_at_each_step(make: Make, policy: str) -> None:
+    plain = network()
+    its = make(plain)
+    model, optimizer = prepared(make, policy)
+    for late in (None, True, False, True):
+        for one in (its, optimizer) if late is not None else ():
+            in_last_group(decoupled_weight_decay=late)(one)
+        assert step(model, optimizer) == step(plain, its)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    forebay.close(model)
+
+
+@pytest.mark.parametrize(("make", "saved"), [(adam, adamw), (adamw, adam)])
+def test_the_decay_behind_the_states_of_another_adam_is_torchs(make: Make, saved: Make) -> None:
+    other = network()
+    states = saved(other)
+    step(other, states)
+    plain = network()
+    its = make(plain)
+    model, optimizer = prepared(make)
+    for one in (its, optimizer):
+        one.load_state_dict(states.state_dict())
+    for _ in range(3):
+        assert step(model, optimizer) == step(plain, its)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] == its.param_groups[0]["decoupled_weight_decay"]
+    forebay.close(model)
+
+
+def test_parameters_that_muon_was_not_made_for_are_no_group_of_its_own() -> None:
+    model, optimizer = prepared(lambda m: optim.Muon([m[0].weight]))  # type: ignore[index]
+    with pytest.raises(OptimizerError, match=r"use_muon is True .* made for False"):
+        optimizer.add_param_group({"params": [model[1].weight]})  # type: ignore[index]
+    optimizer.add_param_group({"params": [model[1].weight], "use_muon": False})  # type: ignore[index]
+    step(model, optimizer)
+    forebay.close(model)
 
 
 def test_momentum_that_another_group_has_may_begin_later() -> None:

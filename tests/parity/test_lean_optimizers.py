@@ -111,6 +111,47 @@ def test_it_goes_on_from_torchs_states(dtype: torch.dtype) -> None:
         assert dtype is torch.bfloat16 or torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(("own", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_loaded_moments_are_kept_as_they_were_asked_for(own: Moments, other: Moments, there: bool) -> None:
+    """By an optimizer that has taken steps (``there``) or none. A kernel for the other form would read other memory."""
+    saved, one = (nn.Parameter(torch.ones(BLOCK)) for _ in range(2))
+    source, loading = AdamW([saved], moments=other), AdamW([one], moments=own)
+    saved.grad = torch.linspace(-1, 1, BLOCK)
+    source.step()
+    if there:
+        one.grad = torch.zeros(BLOCK)
+        loading.step()
+    loading.load_state_dict(source.state_dict())
+    assert loading.param_groups[0]["moments"] == own
+    assert loading.state[one]["exp_avg"].dtype is getattr(torch, own)
+    one.grad = torch.linspace(-1, 1, BLOCK)
+    loading.step()
+    assert loading.state[one]["exp_avg"].dtype is getattr(torch, own)
+    assert torch.equal(loading.state[one]["step"], torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("change", [{"moments": "8bit"}, {"moments": "bfloat16"}, {"stochastic_rounding": True}])
+def test_options_of_states_that_change_are_refused(change: dict[str, Any]) -> None:
+    parameters = [nn.Parameter(torch.ones(BLOCK, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = AdamW([{"params": [p]} for p in parameters])
+    for parameter in parameters:
+        parameter.grad = torch.linspace(-1, 1, BLOCK).bfloat16()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group.update(change)
+    with pytest.raises(OptimizerError, match=r"made for other .*\(moments, stochastic_rounding\); set them back"):
+        optimizer.step()
+    assert all(torch.equal(optimizer.state[p]["step"], torch.tensor(1.0)) for p in parameters)
+    optimizer.state.clear()
+    optimizer.step()
+    fresh = nn.Parameter(torch.ones(BLOCK, dtype=torch.bfloat16))
+    fresh.grad = parameters[0].grad
+    other = AdamW([fresh], **change)
+    other.step()
+    assert other.state[fresh].keys() == optimizer.state[parameters[0]].keys()
+
+
 def test_muon_goes_on_from_torchs_states() -> None:
     parameter = nn.Parameter(torch.eye(4))
     parameter.grad = torch.ones(4, 4)

@@ -78,7 +78,7 @@ def resume_checkpoint(
             block.steps.update((name, manifest.steps[name]) for name in block.steps)
         _read_buffers(buffers, reader)
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
-        _set(group, saved)
+        _set(group, session.rule.loaded(group, saved))
     if scheduler is not None:
         scheduler.load_state_dict(state)
     # Last: nothing draws between this and the next step.

@@ -32,6 +32,7 @@ class AdafactorRule(UpdateRule):
 
     def __init__(self, *, masters: bool = True) -> None:
         self.keeping = Keeping(masters=masters)
+        self.settled = {"stochastic_rounding": not masters}
 
 
 @final

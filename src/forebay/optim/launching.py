@@ -61,7 +61,7 @@ def left_alone(rule: AdamRule | LionRule | SgdRule, group: Mapping[str, Any] | N
 def _adam_numbers(rule: AdamRule, step: int, group: Mapping[str, Any]) -> tuple[bool, Any]:
     """Whether the decay is part of the gradient, and the scalars of a step."""
     decay = float(group["weight_decay"])
-    coupled = not rule.decoupled and decay != 0
+    coupled = not rule.decouples(group) and decay != 0
     beta1, beta2 = group["betas"]
     scalars = adam.adam_scalars(
         step,

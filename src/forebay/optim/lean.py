@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Final, final
 
 import torch
@@ -68,18 +69,21 @@ class LeanOptimizer(RuledOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step. Returns the closure's loss if there is one.
 
-        Raises ``OptimizerError`` for a sparse gradient and for parameters that are not floating point or not dense.
+        Raises ``OptimizerError`` for a sparse gradient, for parameters that are not floating point or not dense, and
+        for an option by which states were made that is another one now.
         """
-        loss, masters = None, self.rule.keeping.masters
+        loss, rule = None, self.rule
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+        stepped = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        for parameter in chain.from_iterable(stepped):
+            self._expect_as_made(parameter, rule)
+        for group, parameters in zip(self.param_groups, stepped, strict=True):
             for parameter in parameters:
                 if parameter.grad.layout is not torch.strided:
                     raise OptimizerError("a gradient is sparse; make the embedding with sparse=False")
-                self._state_of(parameter, masters=masters)["step"] += 1
+                self._state_of(parameter, masters=rule.keeping.masters)["step"] += 1
             self._step_group(parameters, frozen_group(group))
         return loss
 
@@ -104,17 +108,19 @@ class LeanOptimizer(RuledOptimizer):
         before = self.param_groups
         super().load_state_dict(state_dict)
         for group, as_before in zip(self.param_groups, before, strict=True):
-            group.update({name: value for name, value in as_before.items() if name not in group})
+            group.update(rule.loaded({**as_before, "params": group["params"]}, group))
         # torch casts states to their parameter's dtype: codes, scales and masters stay what they are.
         for key, parameter in zip(keys, parameters, strict=True):
             saved = state_dict["state"].get(key)
             if saved:
                 self.state[parameter] = _copied(saved, rule.state_names, parameter.device)
+                if not needs_copy(parameter, masters=rule.keeping.masters):
+                    self.state[parameter].pop(MASTER, None)
 
     def _step_group(self, parameters: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Updates parameters that have a gradient, and whose states have counted the step."""
         rule = self.rule
-        if self._arithmetics is None:
+        if self._arithmetics is None or self._arithmetics.settled != rule.settled:
             self._arithmetics = _Arithmetics(rule)
         together: dict[tuple[torch.device, int], list[Part]] = defaultdict(list)
         for parameter in parameters:
@@ -140,6 +146,21 @@ class LeanOptimizer(RuledOptimizer):
                 made[plain_name(name)] = torch.zeros(shape, dtype=dtype, device=parameter.device)
         return made
 
+    def _expect_as_made(self, parameter: torch.Tensor, rule: UpdateRule) -> None:
+        """Raises ``OptimizerError`` where the states that there are were made for other options."""
+        state, shaped = self.state.get(parameter), shape_of(parameter, rule.keeping.orthogonal)
+        if not state:
+            return
+        forms = [(plain_name(name), form_of(name)) for name in rule.state_names]
+        wanted = {name: getattr(torch, form.dtype) for name, form in forms if form.shape_for(shaped) is not None}
+        kept = not needs_copy(parameter, masters=rule.keeping.masters) and MASTER in state
+        if kept or {name: value.dtype for name, value in state.items() if name not in ("step", MASTER)} != wanted:
+            options = ", ".join(filter(None, (*rule.settled, rule.chooses)))
+            raise OptimizerError(
+                f"a parameter of shape {tuple(parameter.shape)} has states that were made for other options than those "
+                f"of its group now ({options}); set them back, or have all states start anew (optimizer.state.clear())"
+            )
+
     def _state_of(self, parameter: torch.Tensor, *, masters: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
@@ -156,6 +177,7 @@ class _Arithmetics:
 
     def __init__(self, rule: UpdateRule) -> None:
         team = Team(cores())
+        self.settled = rule.settled
         self._host = host_arithmetic(rule, team, None)
         self._elsewhere = torch_arithmetic(rule)
         weakref.finalize(self, team.close)

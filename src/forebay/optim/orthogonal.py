@@ -32,6 +32,7 @@ class MuonRule(WholeRule):
     ``orthogonal`` (by ``id``), in bf16 as there; on fp32 masters where parameters have 16 bits."""
 
     state_names = MUON
+    chooses = "use_muon"
 
     def __init__(self, orthogonal: Iterable[int]) -> None:
         self.keeping = Keeping(orthogonal=frozenset(orthogonal))

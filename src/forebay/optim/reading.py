@@ -21,10 +21,9 @@ _Reader = Callable[[torch.optim.Optimizer], UpdateRule]
 
 
 def _adam(optimizer: torch.optim.Optimizer) -> AdamRule:
-    decoupled = {bool(group["decoupled_weight_decay"]) for group in optimizer.param_groups}
-    if len(decoupled) > 1:
-        raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
-    return AdamRule(decoupled=decoupled.pop(), amsgrad=_any_asks(AdamRule, "max_exp_avg_sq", optimizer))
+    # As torch's AdamW has it, which reads the states of an Adam, too.
+    restored = {"decoupled_weight_decay": True} if type(optimizer) is torch.optim.AdamW else {}
+    return AdamRule(decoupled=None, amsgrad=_any_asks(AdamRule, "max_exp_avg_sq", optimizer), restored=restored)
 
 
 def _any_asks(rule: type[UpdateRule], state: str, optimizer: torch.optim.Optimizer) -> bool:

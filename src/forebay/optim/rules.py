@@ -67,11 +67,16 @@ class Switch:
 class UpdateRule(ABC):
     """One optimizer's arithmetic. ``state_names`` are its states, in torch's own names, and how they lie
     (``forebay.states``), of parameters kept as ``keeping`` says. They are those that any group asks for; ``switches``,
-    by plain name, are what asks for those that another group may do without."""
+    by plain name, are what asks for those that another group may do without. ``settled`` are options of all groups by
+    which states are made; ``chooses`` is the one by which a group has its updates made orthogonal. ``restored`` are
+    options that have these values when a state dict was loaded, whatever it says."""
 
     state_names: tuple[str, ...]
     keeping: Keeping = Keeping()
     switches: Mapping[str, Switch] = MappingProxyType({})
+    settled: Mapping[str, object] = MappingProxyType({})
+    chooses: str = ""
+    restored: Mapping[str, object] = MappingProxyType({})
 
     @final
     @classmethod
@@ -94,6 +99,24 @@ class UpdateRule(ABC):
             if group.get(switch.begins) and not self.asks(state, began):
                 return f"{found} that began without it, and with {switch.begins} it cannot begin later"
         return ""
+
+    @final
+    def unlike(self, group: Mapping[str, Any]) -> str:
+        """Which option of ``group`` is not the one by which the states of its parameters were made, in words; ``""``
+        for none."""
+        for option, made in self.settled.items():
+            if group.get(option, made) != made:
+                return f"{option} is {group[option]!r} in a parameter group whose states are made for {made!r}"
+        asked = bool(group.get(self.chooses, True))
+        if self.chooses and any((id(p) in self.keeping.orthogonal) != asked for p in group["params"]):
+            return f"{self.chooses} is {asked} in a parameter group whose states are made for {not asked}"
+        return ""
+
+    @final
+    def loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        """``group`` with the options ``saved`` in a state dict. Its states stay made as they are, and are those of its
+        own parameters."""
+        return {**group, **{k: v for k, v in saved.items() if k != "params" and k not in self.settled}, **self.restored}
 
 
 class ElementRule(UpdateRule):
@@ -137,27 +160,40 @@ class WholeRule(UpdateRule):
 
 @final
 class AdamRule(ElementRule):
-    """Adam (Kingma and Ba, 2015, algorithm 1) and AdamW (Loshchilov and Hutter, 2019, algorithm 2).
+    """Adam (Kingma and Ba, 2015, algorithm 1) and AdamW (Loshchilov and Hutter, 2019, algorithm 2). ``decoupled`` says
+    that it is the latter; None: each group does, at each step, as in ``torch.optim``.
 
     Raises ``OptimizerError`` for amsgrad with moments of few bits: their largest would be that of their roundings.
     """
 
     switches = MappingProxyType({"max_exp_avg_sq": Switch("amsgrad")})
 
-    def __init__(self, *, decoupled: bool, amsgrad: bool, moments: Moments = "float32", masters: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        decoupled: bool | None,
+        amsgrad: bool,
+        moments: Moments = "float32",
+        masters: bool = True,
+        restored: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         if amsgrad and moments in ("8bit", "4bit"):
             raise OptimizerError(f"amsgrad keeps no moments as {moments}; set amsgrad=False, or moments='bfloat16'")
-        self.decoupled = decoupled
         self.moments = moments
         self.keeping = Keeping(masters=masters)
-        self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        self.settled = {"moments": moments, "stochastic_rounding": not masters}
+        self.restored = restored
+        self._decoupled = decoupled
         self._amsgrad = amsgrad
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
         self.state_names = moment_states(names, moments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The kernel is torch's and is found again by its name where the rule is needed.
-        return _adam_rule, (self.decoupled, self._amsgrad, self.moments, self.keeping.masters)
+        return _adam_rule, (self._decoupled, self._amsgrad, self.moments, self.keeping.masters)
+
+    def decouples(self, group: Mapping[str, Any]) -> bool:
+        """Whether a step with the hyperparameters ``group`` is AdamW's."""
+        return bool(group["decoupled_weight_decay"]) if self._decoupled is None else self._decoupled
 
     def update(
         self,
@@ -170,7 +206,8 @@ class AdamRule(ElementRule):
         beta1, beta2 = group["betas"]
         amsgrad = bool(group["amsgrad"])
         device = parameters[0].device
-        self._kernel(
+        kernel = torch._fused_adamw_ if self.decouples(group) else torch._fused_adam_
+        kernel(
             list(parameters),
             list(gradients),
             list(states["exp_avg"]),
@@ -188,7 +225,7 @@ class AdamRule(ElementRule):
         )
 
 
-def _adam_rule(decoupled: bool, amsgrad: bool, moments: Moments, masters: bool) -> AdamRule:
+def _adam_rule(decoupled: bool | None, amsgrad: bool, moments: Moments, masters: bool) -> AdamRule:
     return AdamRule(decoupled=decoupled, amsgrad=amsgrad, moments=moments, masters=masters)
 
 
@@ -234,6 +271,7 @@ class LionRule(ElementRule):
 
     def __init__(self, *, masters: bool = True) -> None:
         self.keeping = Keeping(masters=masters)
+        self.settled = {"stochastic_rounding": not masters}
 
     def update(
         self,

@@ -109,7 +109,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _frozen(self, group: Mapping[str, Any]) -> dict[str, object]:
         """A copy of the hyperparameters in ``group``, for a step. Raises ``OptimizerError`` where an option is on whose
-        state there is not: no room was planned for it."""
+        state there is not, no room was planned for it, or states are made otherwise than one says."""
+        if unlike := self._host.rule.unlike(group):
+            raise OptimizerError(
+                f"{unlike}; forebay.prepare makes states for the options as they are then. Set it before that, or set "
+                f"it back"
+            )
         if missing := self._host.rule.missing(group, self._began.get(id(group), group)):
             raise OptimizerError(
                 f"{missing}; forebay.prepare makes states for the options as they are then. Turn it on before that, or "
@@ -123,7 +128,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Updates on the host may still be running when this returns; whatever reads the parameters through forebay or
         through the model's forward waits for them. Raises ``OptimizerError`` for an option that was turned on since the
-        model was prepared, and needs a state that there is not.
+        model was prepared, and needs a state that there is not, and for one by which states were made that was changed.
         """
         loss = None
         if closure is not None:
@@ -183,7 +188,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         states: dict[str, Mapping[str, torch.Tensor]] = {}
         began = []
         for group, loaded in zip(self.param_groups, saved, strict=True):
-            options = {**group, **loaded}
+            options = self._host.rule.loaded(group, loaded)
             began.append(self._frozen(options))
             for key, parameter in zip(loaded["params"], group["params"], strict=True):
                 entry = state_dict["state"].get(key, {})
@@ -192,7 +197,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 states[name] = entry
         self._host.write_states(states)
         for group, loaded, options in zip(self.param_groups, saved, began, strict=True):
-            group.update({k: v for k, v in loaded.items() if k != "params"})
+            group.update(self._host.rule.loaded(group, loaded))
             self._began[id(group)] = options
 
 
