@@ -22,6 +22,7 @@ from forebay.runtime.blockstate import BlockState
 from forebay.runtime.head import ChunkedHead, Recognised, recognise
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.host_arenas import Ledgers
+from forebay.runtime.other_optimizers import refuse_other_steps
 from forebay.runtime.resources import Resources
 from forebay.runtime.session import Session, Whereabouts
 from forebay.runtime.stash import Stash
@@ -158,6 +159,7 @@ def open_session(
     attachment.hide_all()
     session.between_passes()
     attachment.at_end(refuse_steps(optimizer))
+    attachment.at_end(refuse_other_steps(session.names))
     return model, StreamedOptimizer(optimizer, session, session.names)
 
 

@@ -21,6 +21,7 @@ from forebay.errors import ParameterReleased, UsageError
 from forebay.optim.scaling import SCALABLE
 from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.spent import SpentGradient
+from forebay.runtime.standins import is_stand_in
 
 __all__ = ["LandedGradient", "host_copy", "is_gone"]
 
@@ -339,7 +340,7 @@ def _expect_there(func: Any, args: Any, kwargs: Any) -> None:
     for value in written_by(func, args, kwargs):
         if isinstance(value, LandedGradient) or not isinstance(value, torch.Tensor):
             continue
-        if value.untyped_storage().nbytes() < value.nbytes:
+        if is_stand_in(value):
             raise ParameterReleased(
                 f"{func} would write a parameter while its bytes are not on the device; step the optimizer that "
                 f"forebay.prepare() returned, or forebay.close(model) first"

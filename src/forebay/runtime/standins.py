@@ -16,10 +16,15 @@ from forebay.errors import ModelError
 from forebay.runtime.tensors import dtype_of
 from forebay.trace import Parameter
 
-__all__ = ["StandIns"]
+__all__ = ["StandIns", "is_stand_in"]
 
 APART: Final = 16
 """Bytes from one value to the next: the size of the largest dtype."""
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has fewer bytes behind it than it has elements for, as what is here stands for a parameter."""
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
 
 
 @final
