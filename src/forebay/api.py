@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
 from forebay.adoption import adopt_plan, expect_served
+from forebay.arguments import expect, expect_loss_fn, expect_records
 from forebay.asking import Asking
 from forebay.budgets import Budget, Size, expect_disk
 from forebay.calls import CHECKSUMS
@@ -135,6 +137,8 @@ def prepare(
         )
     rule = read_optimizer(optimizer)
     expect_loss(loss)
+    if loss_fn is not None:
+        expect_loss_fn(loss_fn)
     budget = Budget.of(device_memory, host_memory, disk, device_reserve)
     expect_disk(budget.disk, checksums=checksums)
     with ExitStack() as undo:  # what has been begun, where something is refused
@@ -197,6 +201,11 @@ def profile(
     model that cannot run so, ``ModelError`` for a batch or a model that cannot be used, ``OptimizerError`` for an
     optimizer that is not known.
     """
+    if loss_fn is not None:
+        expect_loss_fn(loss_fn)
+    kind, _, index = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdecimal() or not index):
+        raise ModelError(f"a step is recorded for 'cpu' or 'cuda', got {device!r}")
     if is_prepared(model):
         raise ModelError("this model is prepared; profile it before, or call forebay.close(model) first")
     with as_planned(model):
@@ -222,6 +231,8 @@ def plan(
     Raises ``DoesNotFit`` when no plan meets the budget (``CannotServe`` for a policy that is not for this model or
     machine), ``ConfigError`` for an unknown policy, and for ``checksums`` without a disk.
     """
+    expect_records(trace=trace, machine=machine, budget=budget)
+    expect("crash_safe", crash_safe, bool, "True or False here: whether what is on disk has two places")
     copies = 2 if crash_safe else 1
     problem = problem_of(trace, machine, budget, compress, update, copies, checksums, accumulates=accumulates)
     problem = for_policy(problem, policy)
@@ -289,10 +300,14 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFunc
     where that shows on the way; and whatever ``loss_fn`` raises. After an error the gradients are those of before,
     except that some may have been added to those which were there already: begin the step anew with ``zero_grad()``.
     """
+    attachment = session_of(model)
+    expect("micro_batches", micro_batches, Iterable, "a list of batches, each as loss_fn takes it")
+    if isinstance(micro_batches, Mapping | str):
+        raise UsageError("micro_batches is a list of batches, and what was given looks like one; give [batch]")
+    expect_loss_fn(loss_fn)
     batches = list(micro_batches)
     if not batches:
         raise UsageError("accumulate was given no micro-batches; a step needs one at least")
-    attachment = session_of(model)
     if attachment is not None and len(batches) > 1 and not attachment.session.plan.accumulates:
         raise UsageError(
             f"the plan is for one backward a step (accumulates=False), and accumulate was given {len(batches)} "
@@ -341,7 +356,8 @@ def close(model: nn.Module) -> None:
 
     The parameters become ordinary tensors on the host (resident ones stay on the device). A model that is not
     prepared is left as it is. When a transfer, an update or a checkpoint in the background had failed, everything is
-    freed all the same and its error is raised; parameters that cannot be read any more are NaN.
+    freed all the same and its error is raised; parameters that cannot be read any more are NaN. Raises ``UsageError``
+    for what is no model.
     """
     attachment = session_of(model)
     if attachment is None:
@@ -364,13 +380,19 @@ def load(model: nn.Module, folder: str) -> None:
 
     Raises ``ConfigError`` naming the first tensor that is missing or has another shape.
     """
-    fill_from_folder(prepared_session(model), model, folder)
+    session = prepared_session(model)
+    expect("folder", folder, (str, os.PathLike), "the path of a folder with safetensors")
+    fill_from_folder(session, model, folder)
 
 
 def initialize(model: nn.Module, seed: int = 0) -> None:
     """Gives a prepared model that was built on the meta device its random initial values, block by block.
 
     A transformers model's own initialisation is used; other modules need ``reset_parameters``. Raises ``UsageError``
-    for a model that is not prepared, and ``ModelError`` naming the first parameter that stays without a value.
+    for a model that is not prepared and for a ``seed`` that is no integer of 64 bits, and ``ModelError`` naming the
+    first parameter that stays without a value.
     """
-    fill_at_random(prepared_session(model), model, seed)
+    session = prepared_session(model)
+    if not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
+        raise UsageError(f"seed is an integer of 64 bits, got {seed!r}")
+    fill_at_random(session, model, int(seed))

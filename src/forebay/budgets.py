@@ -91,8 +91,15 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name, value in (("device", self.device), ("host", self.host), ("pinned", self.pinned)):
+            if not isinstance(value, int | None):
+                raise ConfigError(f"a Budget is in bytes, got {value!r} for {name}; Budget.of('24GiB') reads sizes")
             if value is not None and value <= 0:
                 raise ConfigError(f"the {name} budget must be more than 0 bytes, got {value}")
+        if not isinstance(self.device, int) or not isinstance(self.device_reserve, int):
+            raise ConfigError(
+                f"a Budget is in bytes, got {self.device!r} and {self.device_reserve!r} to reserve; Budget.of('24GiB') "
+                f"reads sizes"
+            )
         if not 0 <= self.device_reserve < self.device:
             reserve, device = format_apart(self.device_reserve, self.device)
             raise ConfigError(
@@ -130,6 +137,8 @@ class Budget:
 
 def expect_disk(disk: object | None, *, checksums: bool) -> None:
     """Raises ``ConfigError`` where ``checksums`` are asked for of what is on a disk that there is not."""
+    if not isinstance(checksums, bool):
+        raise ConfigError(f"checksums must be True or False, got {checksums!r}")
     if checksums and disk is None:
         raise ConfigError(
             "checksums are of what is on disk, and no disk is allowed; give a disk (--disk PATH, or disk=), or leave "

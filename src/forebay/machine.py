@@ -255,7 +255,7 @@ def _with_calls_of_their_own(text: str | bytes) -> str | bytes:
     """``text`` of schema 1, where a disk was read and written in the same calls, as one of schema 2; else as it is."""
     try:
         whole = json.loads(text)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return text  # what is wrong with it is said by who reads it
     if not isinstance(whole, dict) or whole.get("schema") != 1:
         return text

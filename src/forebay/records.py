@@ -26,6 +26,11 @@ def dump(record: object) -> str:
 def load(cls: type[T], text: str | bytes) -> T:
     """Reads a ``cls`` from JSON. Raises ``ConfigError`` naming the first field that is wrong, or that there is not."""
     kind: Any = cls
+    if not isinstance(text, str | bytes | bytearray):
+        raise ConfigError(
+            f"a {cls.__name__} is read from its JSON text, got {type(text).__name__}; give what to_json() has made, or "
+            f"the content of a file"
+        )
     try:
         record: T = _adapter(kind).validate_json(text)
     except ValidationError as error:

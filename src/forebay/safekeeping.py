@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from forebay.arguments import expect
 from forebay.budgets import DiskBudget
 from forebay.checkpoint.files import SystemFiles, refused
 from forebay.checkpoint.generations import Generations
@@ -57,7 +58,7 @@ def save(
     ``StorageError`` for what the disk refuses: the checkpoint before stands then.
     """
     session, files = prepared_session(model), SystemFiles()
-    path = Path(folder)
+    path = _path_of(folder)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -90,11 +91,16 @@ def resume(
     checkpoint, or one of another model or optimizer, and ``StorageError`` for one that is damaged. Nothing has changed
     then, unless the damage showed in the bytes of a tensor: the model has no values after that, until it is given some.
     """
-    session, path = prepared_session(model), Path(folder)
+    session, path = prepared_session(model), _path_of(folder)
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path} to resume from")
     session.lock(path)
     return resume_checkpoint(session, model, optimizer, Generations(path, SystemFiles()), scheduler)
+
+
+def _path_of(folder: str | os.PathLike[str]) -> Path:
+    expect("folder", folder, (str, os.PathLike), "the path of the folder of a checkpoint")
+    return Path(folder)
 
 
 def keep_in(folder: str | os.PathLike[str], disk: DiskBudget | None) -> KeptFolder:

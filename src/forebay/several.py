@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from forebay.api import close, report
+from forebay.arguments import expect
 from forebay.budgets import Budget, Size
 from forebay.device import open_device
 from forebay.device.base import Device
@@ -73,6 +74,8 @@ def prepare_several(
     the model, from 0, and ``DoesNotFit`` when the budget has no room for one of them or for all together; every model
     is then as it was.
     """
+    expect("policy", policy, str, "the name of one")
+    expect("models", models, Sequence, "a list, of a model, its optimizer and a batch each")
     budget = Budget.of(device_memory, host_memory, disk)
     whole = open_device(device, budget.device)
     if not isinstance(whole, CpuDevice):
@@ -112,6 +115,10 @@ def alternate(models: Sequence[nn.Module], loops: Sequence[Callable[[], Result]]
 
     Raises ``UsageError`` for models that were not prepared together, that are named twice, or that take turns already.
     """
+    _expect_models(models)
+    expect("loops", loops, Sequence, "a list of functions, one for each model")
+    for loop in loops:
+        expect("each of loops", loop, Callable, "a function without arguments that trains its model")
     if not models or len(models) != len(loops):
         raise UsageError(f"each model has a loop of its own, got {len(models)} models and {len(loops)} loops")
     attachments = [attachment_of(model) for model in models]
@@ -125,6 +132,7 @@ def alternate(models: Sequence[nn.Module], loops: Sequence[Callable[[], Result]]
 def report_several(models: Sequence[nn.Module]) -> SeveralReport:
     """The plans of models that were prepared together, what was measured of each so far, and what all models that share
     their budget have taken of every tier together. Raises ``UsageError`` for models that were not."""
+    _expect_models(models)
     sessions = [prepared_session(model) for model in models]
     beside = [session.resources.ledgers for session in sessions]
     accounts = [
@@ -135,6 +143,10 @@ def report_several(models: Sequence[nn.Module]) -> SeveralReport:
     if not whole or any(other != accounts[0] for other in accounts):
         raise UsageError("these models were not prepared together; use forebay.report for each")
     return SeveralReport(tuple(map(report, models)), tuple(map(Ledger.usage, whole)))
+
+
+def _expect_models(models: object) -> None:
+    expect("models", models, Sequence, "a list of models that forebay.prepare_several has prepared")
 
 
 @final

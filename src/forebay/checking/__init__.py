@@ -28,8 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import final
 
+from forebay.arguments import expect, expect_records
 from forebay.checking.capacity import check_account, check_device
 from forebay.checking.cells import check_window
 from forebay.checking.computing import largest, walk
@@ -65,6 +67,8 @@ def check(
     something twice or never; ``DoesNotFit``, which names the op and the tensor at the peak, for a tier without room;
     ``ConfigError`` for several ``micro_batches`` under a plan that uses up gradients in backward.
     """
+    expect_records(trace=trace, machine=machine, plan=plan)
+    expect("program", program, (Program, NoneType), "a plan lowered, or None")
     check_names(trace, plan)
     chunks = layouts(trace, plan)
     check_window(trace, plan, chunks)

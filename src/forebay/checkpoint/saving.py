@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from forebay.timeline import Lane
 __all__ = ["Scheduler", "groups_of", "kept_buffers", "save_checkpoint"]
 
 
+@runtime_checkable
 class Scheduler(Protocol):
     """A learning rate scheduler of torch, or whatever else has a state beside the optimizer."""
 
@@ -130,7 +131,13 @@ def groups_of(session: Session, optimizer: torch.optim.Optimizer) -> tuple[Group
     """The parameter groups, by plain names. Raises ``OptimizerError`` for an optimizer of another model, and
     ``ConfigError`` for a setting that cannot be kept."""
     names, made = session.names, []
-    for number, group in enumerate(optimizer.param_groups):
+    try:
+        groups = optimizer.param_groups
+    except AttributeError:
+        raise OptimizerError(
+            f"optimizer is the one that forebay.prepare returned; got {type(optimizer).__name__}"
+        ) from None
+    for number, group in enumerate(groups):
         if any(id(parameter) not in names for parameter in group["params"]):
             raise OptimizerError("this optimizer is not of this model; give the one that forebay.prepare returned")
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -148,4 +155,9 @@ def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _kept(scheduler: Scheduler) -> dict[str, Any]:
+    if not isinstance(scheduler, Scheduler):
+        raise UsageError(
+            f"scheduler is a learning rate scheduler, or what else has state_dict() and load_state_dict(); got "
+            f"{type(scheduler).__name__}"
+        )
     return {"kind": type(scheduler).__qualname__, "state": encode(dict(scheduler.state_dict()), "scheduler")}

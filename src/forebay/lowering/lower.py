@@ -119,7 +119,7 @@ def _walked(
 
 
 def _expect_counts(plan: Plan, steps: int | None, micro_batches: int) -> None:
-    if micro_batches < 1 or (steps is not None and steps < 1):
+    if not isinstance(micro_batches, int) or micro_batches < 1 or (steps is not None and steps < 1):
         raise ConfigError(f"a program needs 1 step and 1 micro-batch at least, got {steps} and {micro_batches}")
     if plan.updated(Update.BACKWARD) and micro_batches > 1:
         raise ConfigError(

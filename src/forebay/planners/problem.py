@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from forebay.arguments import expect
 from forebay.budgets import Budget
 from forebay.calls import CHECKSUMS
 from forebay.compression import CODE_BITS
@@ -55,7 +56,8 @@ class Problem:
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):
             raise ConfigError("a trace and a machine go together: without one of them no step can be simulated")
-        if self.compress not in (0, *CODE_BITS):
+        expect("accumulates", self.accumulates, bool, "True, or False for a loop that takes one backward a step")
+        if not isinstance(self.compress, int) or self.compress not in (0, *CODE_BITS):
             raise ConfigError(f"compress must be 0 (nothing), 8, 4 or 2 bits, got {self.compress!r}")
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise ConfigError(f"micro_batches must be an int, 1 or more, got {self.micro_batches!r}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from forebay.arguments import expect
 from forebay.errors import OptimizerError
 from forebay.optim.muon import muon_groups
 from forebay.optim.reading import name_of, read_optimizer
@@ -39,6 +40,7 @@ def optimizer_kept(optimizer: str | torch.optim.Optimizer, model: nn.Module) -> 
     if isinstance(optimizer, torch.optim.Optimizer):
         rule = read_optimizer(optimizer)
         return name_of(optimizer), rule.state_names, rule.keeping
+    expect("optimizer", optimizer, str, "the name of one, such as 'adamw', or a torch.optim.Optimizer")
     name = optimizer.lower()
     if name not in STATES:
         raise OptimizerError(f"optimizer {optimizer!r} is not known; use one of {', '.join(STATES)}")

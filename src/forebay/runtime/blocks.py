@@ -131,6 +131,8 @@ def whole_blocks(root: nn.Module, override: Sequence[str] | None = None) -> dict
         return dict(_repeated(root, ""))
     if isinstance(override, str):
         raise ModelError(f"blocks are the names of modules in a list, got {override!r}; give [{override!r}]")
+    if not isinstance(override, Collection) or not all(isinstance(name, str) for name in override):
+        raise ModelError(f"blocks are the names of modules in a list, got {override!r}; see model.named_modules()")
     modules = dict(root.named_modules())
     missing = [name for name in override if name not in modules]
     if missing:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from forebay.arguments import expect
 from forebay.device.base import NoWatch
 from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs, refuse_compiled_since
 from forebay.errors import ForebayError, UsageError
@@ -75,7 +76,8 @@ class GradientHook:
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Whether ``model``, a part of it or a model that it is part of is prepared."""
+    """Whether ``model``, a part of it or a model that it is part of is prepared. Raises ``UsageError`` for no model."""
+    _expect_module(model)
     if any(session_of(module) is not None for module in model.modules()):
         return True
     hooks = (h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or {}).values())
@@ -83,11 +85,16 @@ def is_prepared(model: nn.Module) -> bool:
 
 
 def session_of(model: nn.Module) -> Attachment | None:
-    """The attachment of a prepared model, or None."""
+    """The attachment of a prepared model, or None. Raises ``UsageError`` for what is no model."""
+    _expect_module(model)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, RootHook):
             return hook.attachment
     return None
+
+
+def _expect_module(model: object) -> None:
+    expect("model", model, nn.Module, "a torch.nn.Module")
 
 
 def attachment_of(model: nn.Module) -> Attachment:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import NoneType
 
+from forebay.arguments import expect, expect_records
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Tier
@@ -83,6 +85,8 @@ def simulate(
     with masters as the plan keeps them, for who simulates many plans. Raises what lowering the plan raises,
     ``PlanInvalid`` and ``ConfigError``.
     """
+    expect_records(trace=trace, machine=machine, plan=plan)
+    expect("costs", costs, (Costs, NoneType), "those of forebay.simulation.Costs, or None")
     program = lower(trace, plan, micro_batches=micro_batches)
     return _played(program, plan, costs or Costs(trace, machine, plan.streaming.masters), levels=True)
 
