@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MistralConfig, MistralForCausalLM
 
 import forebay
 from forebay.errors import ConfigError, ModelError
 from forebay.memory import Tier
 from forebay.runtime.blocks import find_blocks
 from tests.parity.compare import adamw, assert_same_training
-from tests.parity.models import CASES, Case
+from tests.parity.models import CASES, VOCABULARY, Case, tokens
 from tests.parity.recomputing import AMPLE, plan_for, plan_of
 
 WHERE = pytest.mark.parametrize("resident", [False, True], ids=["streamed", "resident"])
@@ -301,6 +302,20 @@ def test_a_cache_is_the_one_before_the_layer_ran() -> None:
     output["loss"].backward()
     assert output.past_key_values.get_seq_length() == 16
     forebay.close(model)
+
+
+def sliding() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 8}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads))
+
+
+def test_a_cache_that_the_loop_lets_go_of() -> None:
+    """``loss = model(**batch)["loss"]``: the width of a window is in the cache, and nowhere else."""
+    case = Case(sliding, tokens)
+    names = [b.name for b in find_blocks(sliding()).model.blocks if "layers" in b.name]
+    plan = plan_for(case, torch.float32, names, resident=False)
+    forebay.close(assert_same_training(case, torch.float32, plan=plan, device_memory=AMPLE, device="cpu"))
 
 
 def user_hooks(model: nn.Module) -> None:

@@ -262,7 +262,9 @@ def _first_line(error: CheckpointError) -> str:
 @final
 class _Cache:
     """A cache as it was: its structure copied, its tensors remembered and not kept. Keeping them would keep the keys
-    and values of every layer, which is what the recomputation is there to avoid; a layer reads its own only."""
+    and values of every layer, which is what the recomputation is there to avoid; a layer reads its own only. Single
+    numbers (the width of a window) are kept: a layer reads those before it has any keys, and the loop may have let go
+    of the cache by then."""
 
     def __init__(self, cache: object) -> None:
         with _Weaken():
@@ -279,11 +281,17 @@ class _Remembered:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
+        self._number = tensor if _is_number(tensor) else None  # held, and so there
         self._absent = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         tensor = self._tensor()
         return self._absent if tensor is None else tensor
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a single number, and no view of anything larger."""
+    return tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
 
 
 @final
