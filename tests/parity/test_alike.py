@@ -193,3 +193,19 @@ def test_an_error_is_one_each_time(fakes: FakeTensorMode) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="reduction dim"):
             alike.run(aten.mm.default, (x, x), {})
+
+
+def test_a_layer_that_is_cast_in_the_forward() -> None:
+    """Routers of Switch Transformers and NLLB-MoE do so. Torch swaps the fakes then, unless something refers to one
+    weakly, as its own cache does to what an op makes that it sees for the first time."""
+
+    class Router(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(37, 41)  # sizes that no other test has
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.layer = self.layer.to(torch.float32)
+            return self.layer(x)
+
+    capture(Router(), torch.randn(2, 37))

@@ -131,7 +131,10 @@ class Alike:
         if key not in self._known:
             # An op that makes its argument look otherwise (``out=`` of no elements) does more than return it.
             same = before == [(_look(tensor), _storage(tensor)) for tensor in inputs]
-            self._known[key] = _learnt(result, inputs) if same else None
+            learnt = self._known[key] = _learnt(result, inputs) if same else None
+            if learnt is not None:
+                # What torch has made it refers to weakly, by which ``module.to(dtype)`` in a forward is refused.
+                return learnt.again(inputs)
         return result
 
 
