@@ -288,3 +288,9 @@ def test_a_forward_that_fails_is_told_by_op_module_and_reason() -> None:
 def test_a_batch_without_tensors_is_refused() -> None:
     with pytest.raises(ModelError, match="batch holds no tensors"):
         capture(nn.Linear(4, 4), {"x": 3})
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", "cudo", "cuda:x"])
+def test_a_device_that_is_neither_cpu_nor_cuda_is_refused(device: str) -> None:
+    with pytest.raises(ModelError, match="recorded for device cpu or cuda"):
+        capture(nn.Linear(4, 4), (torch.randn(2, 4),), device=device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -88,9 +89,10 @@ def capture(
     model and the batch: what it lets go of is gone when backward begins. None: the loop names the model's output, which
     lives while the next forward runs, and what it computes of it is allowed for.
 
-    Raises ``ModelError`` for a batch without tensors and for a loss that cannot be computed in pieces,
-    ``CaptureFailed`` for a model that cannot run so, naming the op and the module; ``OptimizerError`` for an optimizer
-    that is not known; ``UsageError`` for a ``loss_fn`` that calls parts of the model and not the model.
+    Raises ``ModelError`` for a batch without tensors, a device that is neither ``cpu`` nor ``cuda`` and a loss that
+    cannot be computed in pieces, ``CaptureFailed`` for a model that cannot run so, naming the op and the module;
+    ``OptimizerError`` for an optimizer that is not known; ``UsageError`` for a ``loss_fn`` that calls parts of the
+    model and not the model.
     """
     name, states, keeping = optimizer_kept(optimizer, model)
     args, kwargs = call_arguments(batch)
@@ -100,7 +102,7 @@ def capture(
     together = set[frozenset[str]]()
     differentiating = set[str]()
     head = _head(model) if loss_piece else None
-    wanted = torch.device(device)
+    wanted = _recorded_for(device)
     notes: list[str] = []
     fakes, workspaces = wanted, 0
     if wanted.type == "cuda" and torch.cuda.is_available():
@@ -377,6 +379,13 @@ class _Step:
         return (
             f"the model's {half} cannot run under fake tensors: {what}{where}: {type(error).__name__}: {reason[:200]}"
         )
+
+
+def _recorded_for(device: str | torch.device) -> torch.device:
+    # Of another kind torch may know the name and not the device: fake tensors there end the process.
+    if re.fullmatch(r"(cpu|cuda)(:\d+)?", str(device)) is None:
+        raise ModelError(f"a step is recorded for device cpu or cuda, got {str(device)!r}")
+    return torch.device(device)
 
 
 @contextlib.contextmanager
