@@ -18,6 +18,7 @@ from forebay.planners.in_backward import FEWEST, Usable, passed, searched, slots
 from forebay.planners.parts import Draft, all_resident
 from forebay.plans import Plan, Streaming, Update, UpdateTime, used_up
 from forebay.trace import Model
+from forebay.units import format_seconds
 from tests.null.passing import run_late
 from tests.null.planning import ENOUGH, asked, chain, lopsided, machine
 from tests.null.synthetic import block, problem
@@ -87,6 +88,15 @@ def test_more_slots_where_a_step_gains_by_them() -> None:
     assert FEWEST <= len(tight.streaming.gradient_slots) < len(many.streaming.gradient_slots)
     assert tight.step_seconds is not None and many.step_seconds is not None
     assert tight.step_seconds > many.step_seconds
+
+
+def test_what_binds_is_said_of_the_step_with_its_own_slots() -> None:
+    """A search goes through drafts with more slots than the plan has in the end, whose step is longer."""
+    problem = replace(asked(TRACE, EVEN, device=800_000, host=ENOUGH), update="backward")
+    plan = make_plan(problem, "auto")
+    assert len(plan.streaming.gradient_slots) < searched(problem) and plan.step_seconds is not None
+    (said,) = [reason for reason in plan.reasons if " binds: busy " in reason]
+    assert f"of a step of {format_seconds(plan.step_seconds)}" in said
 
 
 def test_a_step_of_it_has_one_backward() -> None:

@@ -40,6 +40,7 @@ from forebay.planners.pages import with_pages
 from forebay.planners.parts import all_resident
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
+from forebay.planners.reasons import bound_anew
 from forebay.planners.states import INEXACT, SEVERAL, STATES
 from forebay.planners.staying import expect_there, watched
 from forebay.plans import Plan
@@ -125,8 +126,12 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
     with collector_paused():
         bench = bench or Bench(problem)
 
+        def settled(asked: Problem, within: Bench) -> Plan:
+            plan = planner(asked, within)
+            return bound_anew(within, plan, with_enough_slots(within, plan))
+
         def planned(on: Bench) -> Plan:
-            return with_pages(on, lambda asked, within: with_enough_slots(within, planner(asked, within)))
+            return with_pages(on, settled)
 
         try:
             plan = planned(bench)

@@ -21,7 +21,7 @@ from forebay.planners.parts import KEPT, Draft, slot_options
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.planners.speculation import candidates, second_copies
-from forebay.plans import Update
+from forebay.plans import Plan, Update
 from forebay.states import Masters, form_of
 from forebay.timeline import Lane
 from forebay.treatments import Fate, Treatment
@@ -31,6 +31,7 @@ __all__ = [
     "LANES_IN_WORDS",
     "bought_by_codes",
     "bought_by_speculation",
+    "bound_anew",
     "explained",
     "kept",
     "limits",
@@ -210,6 +211,14 @@ def _binding(bench: Bench, draft: Draft) -> str:
     if others:
         line += ", " + ", ".join(f"{lane.value} {_share(busy[lane], step)}" for lane in others)
     return line
+
+
+def bound_anew(bench: Bench, before: Plan, plan: Plan) -> Plan:
+    """``plan``, which was made of ``before``, with what binds a step of its own in the place of what bound that one."""
+    if plan.step_seconds == before.step_seconds:
+        return plan
+    said, says = _binding(bench, Draft.of(before)), _binding(bench, Draft.of(plan))
+    return replace(plan, reasons=tuple(says if reason == said else reason for reason in plan.reasons))
 
 
 def _share(part: float, whole: float) -> str:
