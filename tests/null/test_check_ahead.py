@@ -302,6 +302,26 @@ def test_a_read_that_serves_nobody_needs_a_buffer_too() -> None:
             assert (caught.value.action, caught.value.subject) == (place, "b2")
 
 
+def test_the_buffer_of_an_update_is_taken_until_it_is_written() -> None:
+    """One host slot: what the update has changed is in it, and not yet on disk."""
+    plan = roomy(CHAIN, (Tier.DISK, Tier.HOST, Tier.HOST))
+    plan = plan_for(CHAIN, plan.placements, replace(plan.streaming, host_slots=(4096,)), roomy=True)
+    program = plain_program(CHAIN, plan, 1)
+    check(CHAIN, MACHINE, plan, program)
+    write = next(i for i, a in enumerate(program.actions) if a.verb is Verb.WRITE and a.block != "b2")
+    stray = next(a for a in program.actions if a.verb is Verb.READ and a.block == "b2")
+    # Behind the update that is written, or behind the write.
+    for place, after in ((write, max(program.actions[write].after)), (write + 1, write)):
+        shifted = [replace(a, after=tuple(x + (x >= place) for x in a.after)) for a in program.actions]
+        actions = (*shifted[:place], replace(stray, after=(after,)), *shifted[place:])
+        if after == write:
+            check(CHAIN, MACHINE, plan, replace(program, actions=actions))
+        else:
+            with pytest.raises(PlanInvalid, match=f"host slots of 4096 bytes, and action {write + 1} may") as caught:
+                check(CHAIN, MACHINE, plan, replace(program, actions=actions))
+            assert (caught.value.action, caught.value.subject) == (place, "b2")
+
+
 def test_a_gradient_says_of_which_step_it_is() -> None:
     """The next one of the same step may not land before the update has read the last one: so a step is no mere word."""
     plan = roomy(CHAIN)

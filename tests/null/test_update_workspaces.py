@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 
 from forebay.checking import check
+from forebay.checking.cells import widened
+from forebay.layout import align, state_layout
+from forebay.memory import ALIGNMENT
 from forebay.planners import make_plan
 from forebay.plans import UpdateTime
-from forebay.states import OF_FOREBAY
+from forebay.states import FACTORED, MUON, OF_FOREBAY, Masters
+from forebay.trace import Parameter
+from forebay.workspaces import PART
 from tests.null.planning import ENOUGH, asked, machine
-from tests.null.synthetic import block
+from tests.null.synthetic import ADAM, block
 from tests.null.tracing import Layer, chain_trace
 
 
@@ -34,3 +39,88 @@ def test_updates_on_the_device_have_the_room_that_they_are_proven_to_need(
         if policy != "stream":
             tight = replace(problem, budget=replace(problem.budget, device=plan.device))
             check(trace, on, make_plan(tight, policy))
+
+
+LION = ("exp_avg",)
+SUMS = 4 * (64 + 96)
+"""Bytes of a number for each row and each column of a matrix of 64 rows and 96 columns, in fp32."""
+
+
+@pytest.mark.parametrize(
+    ("states", "keeping", "each", "beside"),
+    [
+        (ADAM, "whole", 4, 0),
+        (ADAM, "lower", 4 + 4, 0),
+        (ADAM, "drawn", 4 + 4 + 2 * 4, 0),
+        (LION, "whole", 4 + 2 * 4, 0),
+        (LION, "drawn", 4 + 4 + 2 * 4, 0),
+        (OF_FOREBAY["adamw-8bit"], "whole", 4 * (2 + 2 + 2), 0),
+        (OF_FOREBAY["adamw-8bit"], "drawn", 4 * (2 + 2 + 2 + 1), 0),
+        (FACTORED, "whole", 3 * 4, SUMS + ALIGNMENT),
+        (MUON, "whole", 4, 0),
+        (MUON, "orthogonal", 4 + 6, 4 * 64 * 64 + 4 * ALIGNMENT),
+    ],
+)
+def test_what_the_checker_has_an_update_widen(states: tuple[str, ...], keeping: str, each: int, beside: int) -> None:
+    """A matrix in bf16, a chunk by itself: ``each`` bytes for every element and ``beside`` for all of it."""
+    made = block("b", ((64, 96), "bfloat16", True))
+    kept = {"drawn": {"master": False}, "orthogonal": {"orthogonal": True}}.get(keeping, {})
+    own = replace(made, parameters=tuple(replace(p, **kept) for p in made.parameters))
+    layout = state_layout(own, states, 64 * 96, Masters.LOWER if keeping == "lower" else Masters.WHOLE)
+    (chunk,) = layout.chunks
+    for exactly in (True, False):
+        assert widened(chunk, layout, exactly=exactly) == each * 64 * 96 + beside
+
+
+def test_what_the_checker_has_fp32_widen() -> None:
+    """Nothing of what is updated as it is; whole updates of factored states in any case."""
+    made = block("b", ((64, 96), "float32", True)).parameters[0]
+    for states, nbytes in ((ADAM, 0), (MUON, 0), (FACTORED, 3 * 4 * 64 * 96 + SUMS + ALIGNMENT)):
+        assert widen(states, made) == [nbytes]
+    assert widen(ADAM, replace(made, master=False)) == [0]
+
+
+def widen(states: tuple[str, ...], *parameters: Parameter, chunk: int = 1 << 30, exactly: bool = True) -> list[int]:
+    """What each chunk of a block of ``parameters`` widens."""
+    layout = state_layout(replace(block("b"), parameters=parameters), states, chunk)
+    return [widened(own, layout, exactly=exactly) for own in layout.chunks]
+
+
+def test_what_the_checker_has_a_chunk_of_several_widen() -> None:
+    """Of the largest piece that is rounded by chance; by default as if all elements were widened."""
+    first, second = block("b", ((64, 96), "bfloat16", True), ((300,), "float32", True)).parameters
+    drawn = replace(first, master=False), second
+    assert widen(ADAM, *drawn, chunk=4096) == [2 * 8 * 4096, 2 * 8 * 2048]
+    layout = state_layout(replace(block("b"), parameters=drawn), ADAM, 4096)
+    assert widen(ADAM, *drawn, chunk=4096, exactly=False)[1] == 8 * layout.chunks[1].elements + 8 * 2048
+    assert layout.chunks[1].elements >= 2048 + 300
+    # One parameter after the other.
+    assert widen(MUON, replace(first, orthogonal=True), second) == [(4 + 6) * 64 * 96 + 4 * 64 * 64 + 4 * ALIGNMENT]
+
+
+@pytest.mark.parametrize(
+    ("shape", "elements", "sums"),
+    [
+        ((320,), 320, 0),
+        ((2, 8, 16), 256, 2 * (8 + 16)),
+        ((6 << 20, 2), PART, (6 << 20) + 2),
+        ((2, PART + 64), PART + 64, 2 + PART + 64),
+    ],
+    ids=["vector", "matrices", "rows", "long rows"],
+)
+def test_factored_states_widen_a_part(shape: tuple[int, ...], elements: int, sums: int) -> None:
+    """Of a part of whole rows gradient, parameter and update, beside sums of all rows and columns."""
+    (own,) = block("b", (shape, "bfloat16", True)).parameters
+    assert widen(FACTORED, own) == [align(4 * (3 * elements + sums)) + ALIGNMENT]
+
+
+def test_factored_states_widen_all_that_is_not_in_order_or_made_at_once() -> None:
+    rows = 6 << 20
+    (own,) = block("b", ((rows, 2), "bfloat16", True)).parameters
+    turned = replace(own, stride=(1, rows))
+    assert widen(FACTORED, turned) == [align(4 * (3 * 2 * rows + rows + 2)) + ALIGNMENT]
+    of_torch = tuple(f"{state}-torch" for state in FACTORED)
+    (wide,) = block("b", ((64, 96), "float32", True)).parameters
+    (narrow,) = block("b", ((64, 96), "bfloat16", True)).parameters
+    assert widen(of_torch, wide) == [4 * 64 * 96 + SUMS + ALIGNMENT]
+    assert widen(of_torch, narrow) == [2 * 4 * 64 * 96 + SUMS + ALIGNMENT]

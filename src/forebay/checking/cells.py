@@ -235,23 +235,23 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     own = [state for state in layout.streams if state not in (MASTER, LOWER)]
     reach = reach_of(own)
     if reach.takes_wholes:
-        return max((_widened_whole(reach, piece.parameter, layout) for piece in chunk.pieces), default=0)
+        return max(_widened_whole(reach, piece.parameter, layout) for piece in chunk.pieces)
     moments = [state for state in own if form_of(state).name != "scale"]
     drawn = any(not p.parameter.master and p.parameter.dtype == "bfloat16" for p in chunk.pieces)
-    largest = min(PIECE, max((p.stop - p.start for p in chunk.pieces), default=0))
+    largest = min(PIECE, max(p.stop - p.start for p in chunk.pieces))
     if reach is Reach.PIECES:
         return STATE_ITEMSIZE * (len(moments) + 4 + drawn) * largest
     copies = [(_copies(p.parameter, layout), p.stop - p.start) for p in chunk.pieces]
     every = sum(count * elements for count, elements in copies)
-    wide = every if exactly else chunk.elements * max((count for count, _ in copies), default=0)
+    wide = every if exactly else chunk.elements * max(count for count, _ in copies)
     return STATE_ITEMSIZE * (wide + 2 * (drawn or moments == ["exp_avg"]) * largest)
 
 
 def _widened_whole(reach: Reach, own: Parameter, layout: StateLayout) -> int:
     numel, copies = own.numel, _copies(own, layout)
     if reach is Reach.MATRICES:
-        shorter = min(own.shape) if own.orthogonal else 0
-        return _aligned(4 * numel * copies + (6 * numel + 4 * shorter**2 + 4 * ALIGNMENT if own.orthogonal else 0))
+        made = 6 * numel + 4 * min(own.shape) ** 2 + 4 * ALIGNMENT if own.orthogonal else 0
+        return _aligned(4 * numel * copies + made)
     sums = sum(numel // size for size in own.shape[-2:]) if len(own.shape) > 1 else 0
     if reach is Reach.WHOLES:
         made = numel * (1 + copies)
