@@ -57,6 +57,8 @@ def test_every_byte_has_one_place_and_no_folder_holds_more_than_its_room(room: l
         for offset in range(zone.start, zone.start + zone.nbytes, PAGE):
             part, place, follow = zone.find(offset)
             assert follow >= PAGE and place % PAGE == 0 and (part, place) not in taken
+            assert offset + follow <= zone.start + zone.nbytes
+            assert zone.find(offset + follow - 1) == (part, place + follow - 1, 1)
             taken[part, place] = offset
     assert sorted(taken.values()) == list(range(0, nbytes, PAGE))
     for part, most in enumerate(room):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.errors import HostOutOfMemory, StorageError
+from forebay.errors import DiskFull, HostOutOfMemory, StorageError
 from forebay.memory import Kind, Ledger, Tier
 from forebay.tiers.disk import DiskFolder, DiskPolicy
 from forebay.tiers.diskfile import DiskFile, Meter
@@ -22,7 +22,7 @@ from forebay.tiers.handed import hand_over, taken_over
 from forebay.tiers.stripes import DiskTier, Folder
 from forebay.tiers.sums import SUM_BYTES, SUMMED, PageSums
 from forebay.units import MiB
-from tests.faults.scripted_io import PAGE, SMALL, Tiers, pattern, tensor_at
+from tests.faults.scripted_io import PAGE, SMALL, ScriptedIo, Tiers, pattern, tensor_at
 
 PAGES = 16
 VERIFIED = DiskPolicy(verified=True)
@@ -155,3 +155,24 @@ def test_sums_are_counted_and_given_back(tmp_path: Path, tiers: Tiers) -> None:
         file.write(0, pattern(PAGE))
         flip(file, 0)
         file.read(0, tensor_at(0, PAGE))  # nobody compares
+
+
+def test_sums_of_a_file_that_is_not_made_are_given_back(tmp_path: Path, tiers: Tiers) -> None:
+    full = ScriptedIo(always={"allocate": -errno.ENOSPC})
+    with DiskFolder(tmp_path, ledger=tiers.disk, host_ledger=tiers.host, policy=VERIFIED, io=full) as folder:
+        before, open_files = tiers.host.live, os.listdir("/proc/self/fd")
+        with pytest.raises(DiskFull) as kept:  # whoever has the error has all that was there when it was raised
+            folder.create("moments", PAGES * SUMMED)
+        assert kept.value.needed == PAGES * SUMMED
+        assert (tiers.host.live, tiers.disk.live) == (before, 0)
+        assert os.listdir("/proc/self/fd") == open_files
+
+
+def test_activations_have_no_sums(tmp_path: Path, tiers: Tiers) -> None:
+    """They are read once, by the step that made them: no plan has room for more on the host."""
+    with DiskFolder(tmp_path, ledger=tiers.disk, host_ledger=tiers.host, policy=VERIFIED) as folder:
+        before = tiers.host.live
+        activations = folder.create("activations", PAGES * SUMMED, Kind.ACTIVATION)
+        assert activations.sums is None and tiers.host.live == before
+        moments = folder.create("moments", PAGES * SUMMED)
+        assert moments.sums is not None and tiers.host.live == before + PAGES * SUM_BYTES
