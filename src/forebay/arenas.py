@@ -175,9 +175,7 @@ class Sizer:
     """Sizes plans for one model that differ in their placements and slots: what depends on the optimizer's states,
     on ``update_chunk`` (elements) and on how masters are kept alone is worked out once."""
 
-    def __init__(
-        self, model: Model, state_names: tuple[str, ...], update_chunk: int, masters: Masters = Masters.WHOLE
-    ) -> None:
+    def __init__(self, model: Model, state_names: tuple[str, ...], update_chunk: int, masters: Masters) -> None:
         self.update_chunk = update_chunk
         # Layers are alike: of every kind of block the first, and what is worked out for it.
         self._first: list[Block] = []

@@ -374,7 +374,7 @@ def _stream_nbytes(form: StateForm, elements: int, pieces: Sequence[Piece]) -> i
     return form.nbytes(elements)
 
 
-def chunk_elements(update_chunk: int, state_names: tuple[str, ...], masters: Masters = Masters.WHOLE) -> int:
+def chunk_elements(update_chunk: int, state_names: tuple[str, ...], masters: Masters) -> int:
     """The most elements of a chunk: so many that every stream of the next piece begins at its alignment, and with a
     block of its own where a state has a scale for each. Where states are factored, a larger parameter is one chunk."""
     return align(update_chunk, _step(state_names, masters))
@@ -385,9 +385,7 @@ def _step(state_names: tuple[str, ...], masters: Masters) -> int:
     return ALIGNMENT // narrowest if is_wide(state_names) else BLOCK
 
 
-def state_layout(
-    block: Block, state_names: tuple[str, ...], update_chunk: int, masters: Masters = Masters.WHOLE
-) -> StateLayout:
+def state_layout(block: Block, state_names: tuple[str, ...], update_chunk: int, masters: Masters) -> StateLayout:
     """Cuts the state of ``block`` into chunks of at most ``update_chunk`` elements, or, where states are factored, of
     whole parameters.
 

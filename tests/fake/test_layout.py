@@ -20,6 +20,7 @@ from forebay.arenas import (
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, gradient_offsets, needs_master, state_layout
 from forebay.memory import ALIGNMENT, Tier
 from forebay.plans import Placement, Streaming
+from forebay.states import Masters
 from forebay.trace import Block, Model
 from tests.null.synthetic import ADAM, ITEMSIZE, block
 
@@ -33,7 +34,7 @@ CHUNKS = st.integers(1, 5000)
 
 @given(BLOCKS, NAMES, CHUNKS)
 def test_every_trainable_element_is_in_one_piece(made: Block, names: tuple[str, ...], update_chunk: int) -> None:
-    layout = state_layout(made, names, update_chunk)
+    layout = state_layout(made, names, update_chunk, Masters.WHOLE)
     covered: dict[str, list[tuple[int, int]]] = {p.name: [] for p in made.parameters}
     for chunk in layout.chunks:
         for piece in chunk.pieces:
@@ -51,7 +52,7 @@ def test_every_trainable_element_is_in_one_piece(made: Block, names: tuple[str, 
 def test_pieces_share_no_byte_and_stay_inside_their_chunk(
     made: Block, names: tuple[str, ...], update_chunk: int
 ) -> None:
-    layout = state_layout(made, names, update_chunk)
+    layout = state_layout(made, names, update_chunk, Masters.WHOLE)
     end = 0
     for chunk in layout.chunks:
         assert chunk.offset == end and chunk.offset % PAGE == 0 and chunk.nbytes % PAGE == 0
@@ -71,7 +72,7 @@ def test_pieces_share_no_byte_and_stay_inside_their_chunk(
 @given(BLOCKS, NAMES)
 def test_a_master_is_kept_for_what_is_trained_in_16_bits(made: Block, names: tuple[str, ...]) -> None:
     narrow = any(p.trainable and ITEMSIZE[p.dtype] == 2 for p in made.parameters)
-    assert state_layout(made, names, 1024).streams == ((MASTER, *names) if narrow else names)
+    assert state_layout(made, names, 1024, Masters.WHOLE).streams == ((MASTER, *names) if narrow else names)
     assert any(needs_master(p) for p in made.parameters) is narrow
 
 
@@ -90,7 +91,7 @@ def test_gradients_share_no_byte(made: Block) -> None:
 def test_chunks_by_hand() -> None:
     """2500 and 100 elements of two fp32 states in chunks of 1024: three chunks, the small parameter in the last."""
     made = block("block", ((50, 50), "float32", True), ((7,), "float32", False), ((100,), "float32", True))
-    layout = state_layout(made, ADAM, 1024)
+    layout = state_layout(made, ADAM, 1024, Masters.WHOLE)
     assert [[(p.parameter.name, p.start, p.stop, p.offset) for p in c.pieces] for c in layout.chunks] == [
         [("block.0", 0, 1024, 0)],
         [("block.0", 1024, 2048, 0)],
@@ -140,7 +141,7 @@ def test_every_byte_has_one_home(plan: tuple[Model, tuple[Placement, ...], Strea
     device, host, disk = sum(streaming.slots), 0, 0
     for placement in placements:
         one = model.block(placement.block)
-        states = state_layout(one, names, streaming.update_chunk).nbytes
+        states = state_layout(one, names, streaming.update_chunk, Masters.WHOLE).nbytes
         if placement.states is Tier.DEVICE:
             device += one.nbytes + one.gradient_nbytes + states
             continue
@@ -162,7 +163,7 @@ def test_staging_holds_what_passes_through_it(
     sizes = arenas(model, placements, streaming, names)
     hosted = [(model.block(p.block), p) for p in placements if not p.resident]
     for one, placement in hosted:
-        layout = state_layout(one, names, streaming.update_chunk)
+        layout = state_layout(one, names, streaming.update_chunk, Masters.WHOLE)
         for parameter in one.parameters:
             assert not parameter.trainable or sizes.gradient_staging >= min(parameter.nbytes, GRADIENT_STAGING)
         if placement.states is Tier.DISK:

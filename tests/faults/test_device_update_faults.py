@@ -41,7 +41,7 @@ def on_device(where: str, folder: Path) -> Plan:
     if where == "host":
         homes = tuple(replace(p, parameters=Tier.HOST, states=Tier.HOST) for p in homes)
     names, model = tuple(p.block for p in homes), find_blocks(network()).model
-    window = Sizer(model, STATES, plan.streaming.update_chunk).update_window(names, 2)
+    window = Sizer(model, STATES, plan.streaming.update_chunk, plan.streaming.masters).update_window(names, 2)
     streaming = replace(plan.streaming, update_window=window)
     homes = tuple(p.updating(Update.DEVICE) for p in homes)
     sizes = arenas(model, homes, streaming, STATES)

@@ -311,7 +311,8 @@ def _needs(case: Case, program: Program, used: list[tuple[int, int, Use]], first
         # Its update may come before the ops now: it changes what those read of its block.
         return frozenset((b.parameter, b.block)) if b.parameter in made else frozenset()
     if pair[0] in (Verb.LAND, Verb.ACCUMULATE) and b.verb is Verb.UPDATE and a.step == b.step:
-        layout = state_layout(case.trace.model.block(b.block), case.trace.state_names, case.plan.streaming.update_chunk)
+        cut = case.plan.streaming.update_chunk, case.plan.streaming.masters
+        layout = state_layout(case.trace.model.block(b.block), case.trace.state_names, *cut)
         inside = any(p.parameter.name == a.parameter for p in layout.chunks[b.chunk].pieces)
         return _names(case, b.block) if inside else frozenset()
     if pair in ((Verb.READ, Verb.UPDATE), (Verb.UPDATE, Verb.WRITE)) and a.block == b.block:

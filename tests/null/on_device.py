@@ -22,7 +22,8 @@ def on_device(trace: Trace, plan: Plan, names: Collection[str] | None = None, *,
     chunks and ``more`` bytes. What was to be updated ahead of its step and is named goes there instead; budgets have
     room for it."""
     there = tuple(p.block for p in plan.placements if not p.resident and (names is None or p.block in names))
-    window = Sizer(trace.model, trace.state_names, plan.streaming.update_chunk).update_window(there, cells) + more
+    sizer = Sizer(trace.model, trace.state_names, plan.streaming.update_chunk, plan.streaming.masters)
+    window = sizer.update_window(there, cells) + more
     streaming = replace(plan.streaming, update_window=max(1, window) if there else 0)
     plan = updating(plan, Update.DEVICE, there, streaming=streaming)
     sizes = arenas_of(trace.model, plan, trace.state_names)

@@ -187,7 +187,9 @@ class PlainLowering:
     # Updates.
 
     def _update(self, block: str) -> None:
-        layout = state_layout(self.blocks[block], self.trace.state_names, self.plan.streaming.update_chunk)
+        layout = state_layout(
+            self.blocks[block], self.trace.state_names, self.plan.streaming.update_chunk, self.plan.streaming.masters
+        )
         trained = {self.names[v.resolve(g.parameter)][0] for _, v, op in self.trace.ops() for g in op.gradients}
         chunks = [i for i, c in enumerate(layout.chunks) if any(p.parameter.name in trained for p in c.pieces)]
         placement = self.placements[block]
@@ -296,7 +298,9 @@ class PlainLowering:
     def _cells(self) -> int:
         """As many of the largest as the window holds beside the gradients that one of them widens."""
         layouts = [
-            state_layout(self.blocks[name], self.trace.state_names, self.plan.streaming.update_chunk)
+            state_layout(
+                self.blocks[name], self.trace.state_names, self.plan.streaming.update_chunk, self.plan.streaming.masters
+            )
             for name in self.plan.updated(Update.DEVICE)
         ]
         widened = max((4 * c.elements for one in layouts if "master" in one.streams for c in one.chunks), default=0)

@@ -19,6 +19,7 @@ from forebay.lowering import lower
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan, Update, used_up
 from forebay.program import Program, Verb
+from forebay.states import Masters
 from tests.null.ahead import ends_of_steps, issued_earlier
 from tests.null.passing import passing, read_late
 from tests.null.strategies import HOMES, RESIDENT, Case, cases, roomy, roomy_machine
@@ -190,7 +191,7 @@ def test_small_chunks_wait_for_their_own_gradients() -> None:
     """A block of several chunks: each is updated once, after what it reads."""
     plan = roomy(CHAIN)
     plan = passing(CHAIN, replace(plan, streaming=replace(plan.streaming, update_chunk=1024)))
-    chunks = len(state_layout(BLOCKS[0], CHAIN.state_names, 1024).chunks)
+    chunks = len(state_layout(BLOCKS[0], CHAIN.state_names, 1024, Masters.WHOLE).chunks)
     program = lower(CHAIN, plan)
     check(CHAIN, MACHINE, plan, program)
     assert sum(a.verb is Verb.UPDATE for a in program.actions) == N * chunks * program.steps

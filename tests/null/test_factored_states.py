@@ -80,12 +80,12 @@ def test_chunks_have_whole_parameters(shapes: list[tuple[int, ...]], states: tup
     """As many as fit, in their order; no two streams of any two share a byte."""
     made = block(*shapes, dtype=dtype)
     made = replace(made, parameters=tuple(replace(p, orthogonal=len(p.shape) == 2) for p in made.parameters))
-    layout = state_layout(made, states, 1024)
+    layout = state_layout(made, states, 1024, Masters.WHOLE)
     pieces = [piece for chunk in layout.chunks for piece in chunk.pieces]
     assert [piece.parameter for piece in pieces] == list(made.parameters)
     assert all((piece.start, piece.stop) == (0, piece.parameter.numel) for piece in pieces)
     for chunk in layout.chunks:
-        assert chunk.elements <= chunk_elements(1024, states) or len(chunk.pieces) == 1
+        assert chunk.elements <= chunk_elements(1024, states, Masters.WHOLE) or len(chunk.pieces) == 1
         taken: list[tuple[int, int]] = []
         for stream, (start, nbytes) in layout.spans(chunk).items():
             form = form_of(stream)
@@ -117,7 +117,7 @@ def test_an_update_has_room_for_its_largest_parameter(dtype: str, copies: int, s
     at_once = align(copies * 8 * PART + 4 * (PART // 64 + 128)) + 64
     in_parts = align(12 * PART + 4 * (PART // 64 + 128)) + 64
     assert workspace_nbytes(states, 0, 0, [large]) == (in_parts if states is OWN else at_once)
-    sizes = Sizer(Model((made,)), states, 1024)
+    sizes = Sizer(Model((made,)), states, 1024, Masters.WHOLE)
     cell = sizes.update_window(["b"], 1) - sizes.update_window(["b"], 0)
     assert sizes.update_window(["b"], 0) == expected
     masters = 4 * 64 * 96 if dtype == "bfloat16" else 0

@@ -107,7 +107,9 @@ def test_every_chunk_is_written_once(drawn: tuple[Trace, Plan], micro_batches: i
     for placement in plan.placements:
         if placement.update is not Update.AHEAD:
             continue
-        layout = state_layout(trace.model.block(placement.block), trace.state_names, plan.streaming.update_chunk)
+        layout = state_layout(
+            trace.model.block(placement.block), trace.state_names, plan.streaming.update_chunk, Masters.WHOLE
+        )
         for step in range(program.steps):
             for chunk, content in enumerate(layout.chunks):
                 assert found.pop((placement.block, chunk, step, Verb.UPDATE)) == 1
@@ -281,7 +283,7 @@ def test_second_copies_stand_all_the_time(home: str) -> None:
     ahead = speculating(trace, plan, frozenset({"b1", "b2"}))
     parameters, _, states = HOMES[home]
     homes = [trace.model.block(name) for name in ahead.updated(Update.AHEAD)]
-    layouts = [state_layout(b, trace.state_names, plan.streaming.update_chunk) for b in homes]
+    layouts = [state_layout(b, trace.state_names, plan.streaming.update_chunk, Masters.WHOLE) for b in homes]
     second = {
         (Tier.HOST, Kind.PARAMETER): 0 if parameters is Tier.DISK else sum(b.nbytes for b in homes),
         (Tier.HOST, Kind.STATE): 0 if states is Tier.DISK else sum(layout.nbytes for layout in layouts),

@@ -80,7 +80,9 @@ def of_elements(trace: Trace, on: Machine) -> tuple[list[float], list[float]]:
     costs = Costs(trace, on, Masters.WHOLE)
     host, device = [], []
     for one in trace.model.blocks:
-        touched = sum(touched_nbytes(state_layout(one, MUON, 1 << 22).streams, p) for p in one.parameters)
+        touched = sum(
+            touched_nbytes(state_layout(one, MUON, 1 << 22, Masters.WHOLE).streams, p) for p in one.parameters
+        )
         assert touched == costs.touched(one)
         host.append(costs.update_seconds(one.name, touched) / one.trainable_numel)
         device.append(costs.device_update_seconds(one.name, touched) / one.trainable_numel)

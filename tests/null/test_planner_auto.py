@@ -15,6 +15,7 @@ from forebay.layout import gradient_offsets, state_layout
 from forebay.memory import Tier
 from forebay.planners import PLANNERS, Problem, make_plan
 from forebay.plans import Plan, Streaming
+from forebay.states import Masters
 from forebay.trace import Block
 from forebay.units import GiB, KiB, MiB
 from tests.null.synthetic import ADAM, block, problem
@@ -252,7 +253,9 @@ def test_a_host_too_small_in_spite_of_a_disk(host: int) -> None:
 def test_a_small_model_is_not_told_to_pay_for_a_disk_it_does_not_need() -> None:
     """What the disk's own buffers take on the host is more than the model."""
     small = [block(f"layer{i}", ((100, 100), "float32", True)) for i in range(3)]
-    hosted = sum(b.nbytes + gradient_offsets(b)[1] + state_layout(b, ADAM, 1 << 22).nbytes for b in small)
+    hosted = sum(
+        b.nbytes + gradient_offsets(b)[1] + state_layout(b, ADAM, 1 << 22, Masters.WHOLE).nbytes for b in small
+    )
     asked = problem(small, device=200 * KiB, host=hosted, disk=GiB)
     error = refusal(asked)
     assert error.needed == hosted + max(b.gradient_nbytes for b in small)

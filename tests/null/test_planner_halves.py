@@ -18,7 +18,8 @@ from forebay.planners import Bench, Problem, for_policy, make_plan
 from forebay.planners.parts import Draft
 from forebay.plans import Plan, Update
 from forebay.program import Verb
-from forebay.simulation import forecast, settled_seconds, simulate
+from forebay.simulation import Costs, forecast, settled_seconds, simulate
+from forebay.simulation.stages import block_stages
 from forebay.states import Masters, masters_for
 from forebay.trace import Trace
 from forebay.workspaces import widened_copies, workspace_nbytes
@@ -99,6 +100,17 @@ def test_a_simulation_takes_the_seconds_of_the_plan() -> None:
     assert plan.streaming.masters is Masters.LOWER
     assert settled_seconds(simulate(trace, slow, plan).step_seconds, lower(trace, plan)) == plan.step_seconds
     assert forecast(trace, slow, plan).step_seconds == plan.step_seconds
+
+
+@pytest.mark.parametrize(("masters", "kept"), [(Masters.WHOLE, 12), (Masters.LOWER, 10)])
+def test_costs_count_masters_as_they_are_kept(masters: Masters, kept: int) -> None:
+    """Of an element, bytes of its states and of what an update touches: those and the parameter in and out, the
+    gradient in. The same for a block, a stage of a pipeline, and what is read and written beside the storage."""
+    costs = Costs(network(), ON, masters)
+    for one, stage in zip(costs.trace.model.blocks, block_stages(costs), strict=True):
+        assert costs.states(one) == kept * ELEMENTS
+        assert costs.touched(one) == stage.touched == (2 * kept + 3 * 2) * ELEMENTS
+    assert costs.states_share == kept / (2 * kept + 3 * 2)
 
 
 def test_a_comparison_asks_what_a_plan_is_asked() -> None:

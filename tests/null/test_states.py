@@ -16,6 +16,7 @@ from forebay.program import Verb
 from forebay.states import (
     BLOCK,
     MOMENTS,
+    Masters,
     Moments,
     Reach,
     form_of,
@@ -81,12 +82,12 @@ def test_bytes(moments: Moments, elements: int, nbytes: int) -> None:
 def test_chunks_cut_no_block_of_a_scale(moments: Moments, dtype: str, update_chunk: int) -> None:
     names = moment_states(NAMES, moments)
     made = block(3, 5000, 700, 1, dtype=dtype)
-    layout = state_layout(made, names, update_chunk)
+    layout = state_layout(made, names, update_chunk, Masters.WHOLE)
     master = (MASTER,) if dtype == "bfloat16" else ()
     assert layout.streams == master + names
     end = 0
     for chunk in layout.chunks:
-        assert chunk.offset == end and chunk.elements <= chunk_elements(update_chunk, names)
+        assert chunk.offset == end and chunk.elements <= chunk_elements(update_chunk, names, Masters.WHOLE)
         spans = list(layout.spans(chunk).values())
         assert spans[0][0] == 0 and all(a + n == b for (a, n), (b, _) in pairwise(spans))
         assert chunk.nbytes == align(sum(n for _, n in spans), PAGE)
@@ -119,12 +120,18 @@ def test_a_plan_counts_the_bytes_of_its_states(moments: Moments) -> None:
     plans = [make_plan(ask, "stream") for ask in asks]
     check(narrow, machine(), plans[1])
     states = [
-        sum(state_layout(b, t.state_names, plans[1].streaming.update_chunk).nbytes for b in t.model.blocks)
+        sum(
+            state_layout(b, t.state_names, plans[1].streaming.update_chunk, plans[1].streaming.masters).nbytes
+            for b in t.model.blocks
+        )
         for t in (wide, narrow)
     ]
     # By torch's ops so many elements of a parameter are updated in two moments, a gradient and a parameter in fp32, and
     # two numbers to decode and encode in.
-    layouts = [state_layout(b, narrow.state_names, plans[1].streaming.update_chunk) for b in narrow.model.blocks]
+    layouts = [
+        state_layout(b, narrow.state_names, plans[1].streaming.update_chunk, plans[1].streaming.masters)
+        for b in narrow.model.blocks
+    ]
     pieces = (piece for layout in layouts for chunk in layout.chunks for piece in chunk.pieces)
     workspace = 6 * 4 * max(piece.stop - piece.start for piece in pieces)
     assert plans[0].host - plans[1].host == states[0] - states[1] - workspace

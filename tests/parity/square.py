@@ -14,6 +14,7 @@ from forebay.memory import Tier
 from forebay.planners.parts import Draft
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.runtime.blocks import find_blocks
+from forebay.states import Masters
 from forebay.timeline import Timeline
 from forebay.units import MiB
 
@@ -49,7 +50,7 @@ def plan_for(
         host_slots=(nbytes, nbytes),
         gradient_window=nbytes,
         update_chunk=chunk,
-        update_window=Sizer(model, STATES, chunk).update_window(names[:there], cells),
+        update_window=Sizer(model, STATES, chunk, Masters.WHOLE).update_window(names[:there], cells),
     )
     placements = tuple(Placement(b.name, home, Tier.HOST, home) for b in model.blocks)
     draft = Draft(placements, streaming).updating(Update.AHEAD, names[:ahead]).updating(Update.DEVICE, names[:there])

@@ -300,7 +300,9 @@ def test_what_the_host_holds(name: str, dtype: torch.dtype) -> None:
     width = 4 if dtype is torch.float32 else 2
     copies = 3 if name == "forebay" else 1 if dtype is torch.float32 else 2
     largest = WORDS * WIDTH * 4 * copies + 4 * (WORDS + WIDTH)
-    states = sum(state_layout(b, read_states(name), plan.streaming.update_chunk).nbytes for b in hosted)
+    states = sum(
+        state_layout(b, read_states(name), plan.streaming.update_chunk, plan.streaming.masters).nbytes for b in hosted
+    )
     masters = 4 * sum(p.numel for b in hosted for p in b.parameters) if width == 2 else 0
     assert 0 < states - masters < 3 * PAGE * len(hosted)
     assert host.at_peak[Kind.STATE] == states

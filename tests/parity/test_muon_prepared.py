@@ -144,7 +144,7 @@ def test_what_the_host_holds(dtype: torch.dtype) -> None:
     blocks = find_blocks(bare, keeping=rule.keeping).model.blocks
     hosted = [b for b in blocks if not next(p.resident for p in plan.placements if p.block == b.name)]
     width, wide = (4, 0) if dtype is torch.float32 else (2, 4)
-    states = sum(state_layout(b, MUON, plan.streaming.update_chunk).nbytes for b in hosted)
+    states = sum(state_layout(b, MUON, plan.streaming.update_chunk, plan.streaming.masters).nbytes for b in hosted)
     expected = sum((4 if p.orthogonal else 8) * p.numel + wide * p.numel for b in hosted for p in b.parameters)
     assert 0 <= states - expected < 3 * PAGE * len(hosted)
     assert any(p.orthogonal for b in hosted for p in b.parameters)

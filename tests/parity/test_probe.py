@@ -27,6 +27,7 @@ from forebay.profiler.sharing import lost_share
 from forebay.profiler.stopwatch import in_turns, rate_within, span
 from forebay.profiler.transfer_rates import both_rates, curve_of
 from forebay.profiler.update_rates import UpdateTrial, spared_by, spared_cores
+from forebay.states import Masters
 from forebay.timeline import Event, Lane
 from forebay.trace import Block, Parameter
 
@@ -276,7 +277,9 @@ def test_an_update_counts_the_bytes_that_a_program_counts() -> None:
     # AdamW on float32: two moments in and out, parameter in and out, gradient in.
     elements = 9 * MiB
     parameter = Parameter("weight", (elements,), (1,), "float32", 4 * elements, 0, True)
-    layout = state_layout(Block("b", (parameter,), ("b",), 4 * elements), ("exp_avg", "exp_avg_sq"), 4 * MiB)
+    layout = state_layout(
+        Block("b", (parameter,), ("b",), 4 * elements), ("exp_avg", "exp_avg_sq"), 4 * MiB, Masters.WHOLE
+    )
     device = CpuDevice()
     try:
         with UpdateTrial(device, elements, "float32", 2) as trial:

@@ -19,6 +19,7 @@ from forebay.plans import Placement
 from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.resident import WIDENED, ResidentUpdates
+from forebay.states import Masters
 from tests.null.synthetic import ADAM, block
 
 CHUNK = 1024
@@ -50,7 +51,7 @@ class Noting(Arithmetic):
 def a_state() -> tuple[BlockState, dict[str, torch.Tensor]]:
     """The block with parameters and states from a seed, and its gradients."""
     generator = torch.Generator().manual_seed(0)
-    layout = state_layout(BLOCK, ADAM, CHUNK)
+    layout = state_layout(BLOCK, ADAM, CHUNK, Masters.WHOLE)
     contents = []
     for nbytes in (BLOCK.nbytes, layout.nbytes):
         contents.append(torch.rand(nbytes // 4, generator=generator).view(torch.uint8))

@@ -12,6 +12,7 @@ from forebay.kernels.top_k import largest
 from forebay.layout import Chunk, cell_of, gradient_offsets, residual_offsets, state_layout
 from forebay.runtime.sparse import SERIAL, gather_sent, residuals_in, send_largest
 from forebay.runtime.tensors import elements
+from forebay.states import Masters
 from tests.null.synthetic import block
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -68,7 +69,7 @@ class Side:
     def __init__(self, dtype: torch.dtype, density: float, numel: int = 3000, chunk: int = 2048) -> None:
         name = str(dtype).removeprefix("torch.")
         self.block = block("b", ((numel,), name, True), ((50, 3), name, True))
-        self.layout, self.density = state_layout(self.block, ADAM, chunk), density
+        self.layout, self.density = state_layout(self.block, ADAM, chunk, Masters.WHOLE), density
         offsets, nbytes = gradient_offsets(self.block)
         memory = torch.empty(residual_offsets(self.block)[1], dtype=torch.uint8)
         self.residuals = residuals_in(memory, self.block)

@@ -298,12 +298,12 @@ def _with_optimizer(
 ) -> Remedy | None:
     """The optimizer called ``name``, with ``states`` and masters as ``model`` says; None where it is not enough."""
     problem, settled = bench.problem, bench.in_backward(draft)
-    sizes = Sizer(model, states, draft.streaming.update_chunk).arenas(settled.placements, settled.streaming)
+    whole = replace(settled.streaming, masters=Masters.WHOLE)
+    sizes = Sizer(model, states, whole.update_chunk, whole.masters).arenas(settled.placements, whole)
     beside, trace = bench.beside(draft), problem.trace
     if trace is not None:
         # What stays on the device may be updated in more memory there.
         other = replace(trace, model=model, state_names=states, extremes=())
-        whole = replace(settled.streaming, masters=Masters.WHOLE)
         beside = max(beside, updating_nbytes(other, settled.placements, whole) + trace.outside_nbytes)
         now, then = (update_workspaces(one, how) for one, how in ((trace, settled.streaming), (other, whole)))
         beside += max((0, *(then[name] - now[name] for name in used_up(settled.placements, resident=True))))

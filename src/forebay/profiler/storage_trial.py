@@ -21,6 +21,7 @@ from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import medians, span
 from forebay.runtime.storage_orders import Order
 from forebay.runtime.storage_side import StorageWorker, Territory
+from forebay.states import Masters
 from forebay.tiers.diskfile import TierFile
 from forebay.tiers.handed import hand_over
 from forebay.tiers.shared import SharedArena
@@ -74,7 +75,9 @@ def _worker(
     blocks = [(_block(f"{size}-{n}", size // each), n * size) for size in sizes for n in range(counts[size])]
     chunk = sizes[-1] // each
     largest = max(
-        cell_of(part).nbytes for block, _ in blocks for part in state_layout(block, rule.state_names, chunk).chunks
+        cell_of(part).nbytes
+        for block, _ in blocks
+        for part in state_layout(block, rule.state_names, chunk, Masters.WHOLE).chunks
     )
     cell = align(largest, PAGE)
     with SharedArena(cell, ledger=Ledger(Tier.HOST), what="probe") as memory:

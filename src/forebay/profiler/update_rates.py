@@ -30,7 +30,7 @@ from forebay.runtime.homes import MemoryHome
 from forebay.runtime.landing import Landing
 from forebay.runtime.tensors import dtype_of
 from forebay.runtime.updates import Updater
-from forebay.states import update_kind
+from forebay.states import Masters, update_kind
 from forebay.tiers.arena import HostArena
 from forebay.timeline import Event, Lane
 from forebay.trace import Block, Parameter
@@ -75,7 +75,7 @@ class UpdateTrial:
         itemsize = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         parameter = Parameter(_NAME, (elements,), (1,), dtype, elements * itemsize, 0, True)
         block = Block("probe", (parameter,), ("probe",), align(parameter.nbytes))
-        layout = state_layout(block, rule.state_names, Streaming().update_chunk)
+        layout = state_layout(block, rule.state_names, Streaming().update_chunk, Masters.WHOLE)
         workspace = max(chunk.elements for chunk in layout.chunks) * STATE_ITEMSIZE
         sizes = (block.nbytes, block.nbytes, layout.nbytes, workspace)
         self._device = device

@@ -28,6 +28,7 @@ from forebay.optim.choosing import host_arithmetic
 from forebay.runtime.applying import update_cell
 from forebay.runtime.sparse import gather_sent
 from forebay.runtime.storage_orders import Answer, Done, Failed, Order, Setup
+from forebay.states import Masters
 from forebay.tiers.diskfile import Meter
 from forebay.tiers.handed import taken_over
 from forebay.tiers.pages import map_pages
@@ -48,7 +49,8 @@ class _Updating:
         self._names = setup.rule.state_names
         self._density = setup.density
         self._layouts: dict[str, tuple[StateLayout, int]] = {
-            block.name: (state_layout(block, setup.rule.state_names, setup.update_chunk), start)
+            # A plan whose parameters are the upper halves of masters has no updates here (``Plan``).
+            block.name: (state_layout(block, setup.rule.state_names, setup.update_chunk, Masters.WHOLE), start)
             for block, start in setup.blocks
         }
         with ExitStack() as opened:

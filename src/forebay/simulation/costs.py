@@ -125,6 +125,7 @@ class Costs:
     def __init__(self, trace: Trace, machine: Machine, masters: Masters) -> None:
         self.trace = trace
         self.machine = machine
+        self.masters = masters
         self.update_rate = update_rate(trace, machine, masters)
         """Bytes/s of an update on the host, in place, with the states of ``trace`` and ``masters`` kept so: of all
         blocks together."""
@@ -132,10 +133,10 @@ class Costs:
         self._by_block = rates_by_block(trace, machine)
         self.apart = apart(trace.state_names)
         """How many times as long an update takes from one copy of a block to another as one in place."""
-        self.storage_rate = storage_rate(trace, machine, self.update_rate)
+        self.storage_rate = storage_rate(trace, machine, masters, self.update_rate)
         """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written
         after it where a process on the host does it."""
-        self.states_share = states_share(trace)
+        self.states_share = states_share(trace, masters)
         """Bytes of states, over those that an update of them touches."""
         # Where a GPU computes the host works ahead.
         host = machine.device_kind == "cpu"
@@ -174,11 +175,11 @@ class Costs:
 
     def touched(self, block: Block) -> int:
         """Bytes that an update of ``block`` touches on the host: states, gradients and parameters."""
-        return touched((block,), self.trace.state_names)
+        return touched((block,), self.trace.state_names, self.masters)
 
     def states(self, block: Block) -> int:
         """Bytes of the optimizer states of ``block``, master included."""
-        return kept((block,), self.trace.state_names)
+        return kept((block,), self.trace.state_names, self.masters)
 
     @property
     def fastest_update_rate(self) -> float:

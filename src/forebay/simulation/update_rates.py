@@ -66,24 +66,25 @@ def update_rate(trace: Trace, machine: Machine, masters: Masters) -> float:
     if not elements:
         return machine.update_rate
     blocks, states = trace.model.blocks, trace.state_names
-    share = touched(blocks, states, masters) / touched(blocks, states)
+    share = touched(blocks, states, masters) / touched(blocks, states, Masters.WHOLE)
     return _rate_of_whole(trace, machine, elements) * share
 
 
 def _rate_of_whole(trace: Trace, machine: Machine, elements: int) -> float:
-    own = touched(trace.model.blocks, trace.state_names) / elements
-    known = machine.update_elements.get(update_kind(trace.state_names))
+    blocks, states = trace.model.blocks, trace.state_names
+    own = touched(blocks, states, Masters.WHOLE) / elements
+    known = machine.update_elements.get(update_kind(states))
     if known is not None:
         return min(machine.update_rate, known * own)
-    match reach_of(trace.state_names):
+    match reach_of(states):
         case Reach.MATRICES:
-            return _muon_rate(trace.model.blocks, trace.state_names, machine)
+            return _muon_rate(blocks, states, machine)
         case Reach.WHOLES | Reach.PARTS:
             return machine.update_rate * _factored_rate(trace)
         case Reach.PIECES:
-            moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
-            return machine.update_rate * own * elements / touched(trace.model.blocks, moments)
-        case Reach.ELEMENTS if trace.state_names in FUSED or trace.state_names == LION:
+            moments = tuple(plain_name(s) for s in states if form_of(s).name != "scale")
+            return machine.update_rate * own * elements / touched(blocks, moments, Masters.WHOLE)
+        case Reach.ELEMENTS if states in FUSED or states == LION:
             return machine.update_rate
         case Reach.ELEMENTS:
             return machine.update_rate * own * elements / _passed(trace)
@@ -99,9 +100,10 @@ def _passed(trace: Trace) -> float:
 
 def _factored_rate(trace: Trace) -> float:
     """The bytes/s of an update with factored states on the host, over those of one with two moments in fp32."""
-    blocks = trace.model.blocks
-    less = touched(blocks, trace.state_names) / touched(blocks, ("exp_avg", "exp_avg_sq"))
-    return less / FACTORED.get(trace.optimizer, max(FACTORED.values()))
+    states, usual = (
+        touched(trace.model.blocks, names, Masters.WHOLE) for names in (trace.state_names, ("exp_avg", "exp_avg_sq"))
+    )
+    return states / usual / FACTORED.get(trace.optimizer, max(FACTORED.values()))
 
 
 def rates_by_block(trace: Trace, machine: Machine) -> Mapping[str, tuple[float, float]]:
@@ -123,14 +125,14 @@ def _muon_rate(blocks: Sequence[Block], states: tuple[str, ...], machine: Machin
     as with AdamW of all else."""
     flops = bf16_rate(machine) if machine.device_kind == "cpu" else HOST_FLOPS
     seconds = 0.0
-    for streams, parameter in _streams(blocks, states):
+    for streams, parameter in _streams(blocks, states, Masters.WHOLE):
         if parameter.orthogonal:
             ops = ops_of(parameter, states, Masters.WHOLE)
             seconds += parameter.numel * (ops.nbytes / machine.host_bandwidth + ops.flops / flops)
             seconds += ops.launches(parameter.numel) * machine.launch_seconds
         else:
             seconds += touched_nbytes(streams, parameter) / machine.update_rate
-    return touched(blocks, states) / seconds
+    return touched(blocks, states, Masters.WHOLE) / seconds
 
 
 def rate_on_device(trace: Trace, machine: Machine, masters: Masters) -> float:
@@ -147,7 +149,7 @@ def rate_on_device(trace: Trace, machine: Machine, masters: Masters) -> float:
     return machine.device_bandwidth * _factored_rate(trace)
 
 
-def storage_rate(trace: Trace, machine: Machine, on_host: float) -> float:
+def storage_rate(trace: Trace, machine: Machine, masters: Masters, on_host: float) -> float:
     """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written
     after it; 0 without a disk. A process on the host, where an update makes ``on_host`` bytes/s, reads, updates and
     writes one after the other."""
@@ -156,25 +158,26 @@ def storage_rate(trace: Trace, machine: Machine, on_host: float) -> float:
         return 0.0
     if disk.update_rate is not None:
         return disk.update_rate
-    moved = states_share(trace) * (1 / disk.read.curve.best + 1 / disk.write.curve.best)
+    moved = states_share(trace, masters) * (1 / disk.read.curve.best + 1 / disk.write.curve.best)
     return 1 / (1 / on_host + moved)
 
 
-def states_share(trace: Trace) -> float:
+def states_share(trace: Trace, masters: Masters) -> float:
     """Bytes of states, over those that an update of them touches; 0 where nothing is trained."""
-    over = touched(trace.model.blocks, trace.state_names)
-    return kept(trace.model.blocks, trace.state_names) / over if over else 0.0
+    of = trace.model.blocks, trace.state_names, masters
+    over = touched(*of)
+    return kept(*of) / over if over else 0.0
 
 
-def touched(blocks: Iterable[Block], states: tuple[str, ...], masters: Masters = Masters.WHOLE) -> int:
+def touched(blocks: Iterable[Block], states: tuple[str, ...], masters: Masters) -> int:
     """Bytes that updates of ``blocks`` touch on the host (states, gradients, parameters), with an optimizer that keeps
     ``states``, and ``masters`` so."""
     return sum(touched_nbytes(streams, p) for streams, p in _streams(blocks, states, masters))
 
 
-def kept(blocks: Iterable[Block], states: tuple[str, ...]) -> int:
-    """Bytes of the ``states`` of ``blocks``, masters included."""
-    return sum(states_nbytes(streams, p) for streams, p in _streams(blocks, states))
+def kept(blocks: Iterable[Block], states: tuple[str, ...], masters: Masters) -> int:
+    """Bytes of the ``states`` of ``blocks``, with ``masters`` that are kept so."""
+    return sum(states_nbytes(streams, p) for streams, p in _streams(blocks, states, masters))
 
 
 def apart(states: tuple[str, ...]) -> float:
@@ -185,7 +188,7 @@ def apart(states: tuple[str, ...]) -> float:
 
 
 def _streams(
-    blocks: Iterable[Block], states: tuple[str, ...], masters: Masters = Masters.WHOLE
+    blocks: Iterable[Block], states: tuple[str, ...], masters: Masters
 ) -> Iterator[tuple[tuple[str, ...], Parameter]]:
     """Every parameter that is trained, with the streams that an update keeps for it."""
     for parameter in (p for block in blocks for p in block.parameters if p.trainable):
