@@ -146,6 +146,19 @@ def test_what_is_named_in_place_is_on_the_disk_before_it_is_named(trained: Train
     assert order[renamed + 1] == "sync_folder"
 
 
+def test_a_forked_child_leaves_the_files_to_its_parent(trained: Trained, reader: Reader) -> None:
+    own = trained.session.store.kept
+    assert own is not None and own.names
+    child = os.fork()
+    if child == 0:
+        own.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    wanted = trained.step()
+    trained.save(1)
+    reader.expect(trained.kept, 1, wanted)
+
+
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("dtype", "from_whom"), [(torch.float32, "reader"), (torch.bfloat16, "halves_reader")], ids=["fp32", "halves"]

@@ -105,6 +105,7 @@ class KeptFolder:
         self.files: dict[str, KeptFile] = {}
         self._token = secrets.token_hex(4)
         self._fate = _Fate.GO
+        self._pid = os.getpid()
         self._summing = Crew(1, "forebay-disk-sum")  # no thread before the first sum
 
     @property
@@ -140,7 +141,10 @@ class KeptFolder:
         self._fate = _Fate.STAY
 
     def close(self) -> None:
-        """Removes the files, closed by now, unless a checkpoint names them; a second call does nothing."""
+        """Removes the files, closed by now, unless a checkpoint names them; a second call does nothing. In a forked
+        child: leaves them to its parent, whose threads the child does not have."""
+        if os.getpid() != self._pid:
+            return
         self._summing.close()
         if self._fate is _Fate.GO:
             for file in self.files.values():
