@@ -51,11 +51,12 @@ class Halved(nn.Module):
 
 
 class Bags(nn.Module):
-    """Mean embeddings of bags of words, the last offset given too, and a layer."""
+    """Embeddings of bags of words, the last offset given too, and a layer."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, *, trained: bool) -> None:
         super().__init__()
         self.words = nn.EmbeddingBag(10, 2, mode=mode, include_last_offset=True, padding_idx=1)
+        self.words.requires_grad_(trained)
         self.head = nn.Linear(2, 2)
 
     def forward(self, words: torch.Tensor, offsets: torch.Tensor) -> Batch:
@@ -79,10 +80,13 @@ AUTOCAST: dict[str, Callable[[], nn.Module]] = {
 PLAIN: dict[str, Callable[[], nn.Module]] = {"fold": Overlapping, "unfold": Halved, "rrelu": nn.RReLU}
 
 
+BAGS = tuple(f"bag-{mode}{kind}" for mode in ("sum", "mean", "max") for kind in ("", "-frozen"))
+
+
 def case(name: str) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
     if name.startswith("bag"):
-        return Bags(name.removeprefix("bag-")), words()
+        return Bags(name.split("-")[1], trained=not name.endswith("frozen")), words()
     return Net((AUTOCAST | PLAIN)[name]), pixels()
 
 
@@ -90,7 +94,7 @@ def autocast(name: str) -> contextlib.AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=name in AUTOCAST)
 
 
-@pytest.mark.parametrize("name", [*AUTOCAST, *PLAIN, "bag-sum", "bag-mean", "bag-max"])
+@pytest.mark.parametrize("name", [*AUTOCAST, *PLAIN, *BAGS])
 def test_a_trace_has_the_bytes_of_a_step(name: str) -> None:
     model, batch = case(name)
     with autocast(name):

@@ -63,6 +63,9 @@ _BAGS: Final = frozenset({aten._embedding_bag.default, aten._embedding_bag_forwa
 """Ops that are given indices and offsets, and say of each index which bag it is in (result 1, on the host one element
 more) and of each bag how large it is (result 2, one for each offset, of which the last may begin no bag)."""
 
+_SUMS: Final = 0
+"""The mode of bags that are summed up, which is the default."""
+
 
 @final
 class TrueResults:
@@ -97,6 +100,8 @@ class TrueResults:
         if func in _BAGS and result[0].device.type == "cpu":
             output, bags, sizes, largest = result
             bags = _in_room_for(args[1].numel() + 1, bags) if bags.numel() else bags  # sums do without where they can
+            if func is aten._embedding_bag_forward_only.default and _argument(4, "mode", args, kwargs, _SUMS) == _SUMS:
+                largest = _in_room_for(args[2].numel(), largest)  # which has the shape of sizes that nobody cuts
             return output, bags, _in_room_for(args[2].numel(), sizes), largest
         return result
 
