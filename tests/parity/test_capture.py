@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from forebay.errors import ModelError, OptimizerError, UsageError
+from forebay.lowering.index import TraceIndex
 from forebay.memory import Kind
 from forebay.profiler.capture import capture
 from forebay.profiler.optimizers import STATES
@@ -294,3 +295,39 @@ def test_a_batch_without_tensors_is_refused() -> None:
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused(device: str) -> None:
     with pytest.raises(ModelError, match="recorded for device cpu or cuda"):
         capture(nn.Linear(4, 4), (torch.randn(2, 4),), device=device)
+
+
+class Aside(nn.Module):
+    """Writes in ``forward`` to what it does not return: the noise of a leaky ReLU, a list of tensors in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.leaky = nn.RReLU()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = x.exp()
+        torch._foreach_mul_([scale], 2.0)
+        return {"loss": (self.leaky(self.layer(x)) * scale).square().mean()}
+
+
+def test_what_an_op_writes_to_and_does_not_return_is_made_by_it() -> None:
+    """Such an op is in the trace, with the bytes that it writes, and no plan treats what another op had made there."""
+    model, batch, nbytes = Aside(), {"x": torch.randn(4, 8)}, 4 * 8 * 4
+    trace = capture(model, batch).trace
+    assert traced_peak(trace) == real_peak(model, batch)
+    makers: dict[int, str] = {}
+    for _, visit, op in trace.ops():
+        work = trace.works[op.work]
+        made = {visit.resolve(reference) for reference in op.outputs}
+        if work.op == "aten.rrelu_with_noise.default":
+            assert {makers[tensor] for tensor in made & set(makers)} == {"aten.empty_like.default"}
+            assert work.nbytes == 4 * nbytes  # the input and, as the trace has it, the noise are read; two are written
+        if work.op == "aten._foreach_mul_.Scalar":
+            assert {makers[tensor] for tensor in made} == {"aten.exp.default"} and work.nbytes == 2 * nbytes
+        makers |= dict.fromkeys(made - set(makers), work.op)
+    index = TraceIndex(trace)
+    named = {
+        op for place, visit in enumerate(trace.visits) if visit.phase is Phase.FORWARD for op, _ in index.named(place)
+    }
+    assert "aten.rrelu_with_noise.default" in named and "aten.exp.default" not in named

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["bound", "is_mutable", "written_by"]
+__all__ = ["bound", "is_mutable", "written_aside", "written_by"]
 
 
 def bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
@@ -25,5 +25,15 @@ def is_mutable(func: Any) -> bool:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The values that ``func`` writes to, those in lists one by one."""
+    return tree_leaves([value for argument, value in bound(func, args, kwargs) if _is_written(argument)])
+
+
+def written_aside(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Those of ``written_by`` that ``func`` does not return."""
+    returned = set[str]().union(*(r.alias_info.before_set for r in func._schema.returns if _is_written(r)))
     given = bound(func, args, kwargs)
-    return tree_leaves([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
+    return tree_leaves([v for a, v in given if _is_written(a) and returned.isdisjoint(a.alias_info.before_set)])
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)

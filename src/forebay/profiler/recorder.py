@@ -21,7 +21,7 @@ from forebay.profiler.run_again import RunAgain
 from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.whereabouts import Whereabouts, has_storage
-from forebay.profiler.work import Works, is_view, tensors_in
+from forebay.profiler.work import Works, is_view, made_by, tensors_in
 from forebay.runtime.uncounted import updated_uncounted
 from forebay.trace import CONSTANT, Phase
 
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             self._originals.keep_generator(kwargs["generator"])
         result = self._run(func, args, kwargs, inputs)
-        outputs = tensors_in(result)
+        outputs = made_by(func, args, kwargs, result)
         # Before the silent ones are left out: what views a weight is about to read it.
         if self.at.phase is Phase.BACKWARD and outputs:
             if not self.at.running and not is_view(func):  # a checkpoint detaches what it saves

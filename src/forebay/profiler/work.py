@@ -11,9 +11,10 @@ from typing import Any, final
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from forebay.device.schema import is_mutable, written_aside
 from forebay.trace import Work
 
-__all__ = ["Call", "TensorSpec", "Works", "is_view", "tensors_in"]
+__all__ = ["Call", "TensorSpec", "Works", "is_view", "made_by", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -56,6 +57,13 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
         elif isinstance(value, tuple | list):
             found.extend(tensors_in(value))
     return found
+
+
+def made_by(func: Any, args: Any, kwargs: Any, result: Any) -> list[torch.Tensor]:
+    """The strided tensors that hold something new behind ``func``, which returned ``result``: those of its results, and
+    of what it writes to and does not return (the noise of ``rrelu``, what ``_foreach`` ops are given)."""
+    aside = tensors_in(written_aside(func, args, kwargs)) if is_mutable(func) else []
+    return [*tensors_in(result), *aside]
 
 
 # Ops that return a storage of their input although their schema does not say so.
@@ -121,7 +129,8 @@ def _measure(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     signature = f"{func}({', '.join(given)})"
     if torch.Tag.dynamic_output_shape in func.tags:
         signature += f" -> {_written(result)}"
-    inputs, outputs = tensors_in(args) + tensors_in(list((kwargs or {}).values())), tensors_in(result)
+    inputs = tensors_in(args) + tensors_in(list((kwargs or {}).values()))
+    outputs = made_by(func, args, kwargs or {}, result)
     seen = [*inputs, *outputs]
     arithmetic = next((t for t in seen if t.is_floating_point()), seen[0] if seen else None)
     flops = 0 if is_view(func) else _flops(func, args, kwargs, result)
