@@ -203,9 +203,6 @@ def profile(
     """
     if loss_fn is not None:
         expect_loss_fn(loss_fn)
-    kind, _, index = str(device).partition(":")
-    if kind not in ("cpu", "cuda") or not (index.isdecimal() or not index):
-        raise ModelError(f"a step is recorded for 'cpu' or 'cuda', got {device!r}")
     if is_prepared(model):
         raise ModelError("this model is prepared; profile it before, or call forebay.close(model) first")
     with as_planned(model):

@@ -11,7 +11,7 @@ from forebay.memory import ALIGNMENT
 from forebay.states import Masters, Reach, form_of, reach_of
 from forebay.trace import Parameter
 
-__all__ = ["PART", "PIECE", "part_elements", "widened_copies", "workspace_nbytes"]
+__all__ = ["LION", "PART", "PIECE", "part_elements", "widened_copies", "workspace_nbytes"]
 
 PIECE = 1 << 20
 """Elements, whole blocks of states, that are decoded, encoded or rounded by chance at a time. On a GPU each of the ops
@@ -27,8 +27,12 @@ FUSED = frozenset(
 )
 """The states, in fp32, of optimizers that torch has fused ops for."""
 
+LION = ("exp_avg",)
+"""The states of an optimizer that torch has no fused op for, and forebay has a kernel. Its ops make two numbers for
+each element of a piece in between."""
+
 UNFUSED = 3
-"""Numbers for each element of a piece that torch's ops make in between where they are not fused, at most."""
+"""Numbers for each element of a piece that torch's ops make in between of others that are not fused, at most."""
 
 PART = 4 << 20
 """Elements of a parameter that are updated at a time where its states are factored and not made at once."""
@@ -45,7 +49,7 @@ def widened_copies(parameter: Parameter, masters: Masters) -> int:
 def workspace_nbytes(states: Iterable[str], largest: int, widened: int, parameters: Iterable[Parameter]) -> int:
     """Bytes in which torch's ops update elements of ``parameters``, ``largest`` of one of them at the most: so many
     elements ``widened`` to fp32 (each as often as ``widened_copies`` says), and two numbers for each of a piece that is
-    rounded by chance, or ``UNFUSED`` ones where torch has no fused op.
+    rounded by chance, or as many as ops make in between where torch has no fused one.
 
     Where ``states`` are not fp32 a piece at a time: its moments, gradients and parameters in fp32, and two numbers to
     decode and encode in.
@@ -61,12 +65,19 @@ def workspace_nbytes(states: Iterable[str], largest: int, widened: int, paramete
     match reach_of(states):
         case Reach.ELEMENTS:
             # Nothing is rounded while what ops make in between is there.
-            return (widened + piece * max(2 * drawn, UNFUSED * (states not in FUSED))) * STATE_ITEMSIZE
+            return (widened + piece * max(2 * drawn, _between(states))) * STATE_ITEMSIZE
         case Reach.PIECES:
             moments = sum(form_of(state).name != "scale" for state in states)
             return (moments + 2 + drawn + 2) * piece * STATE_ITEMSIZE
         case reach:
             return max((_nbytes_at_once(reach, parameter) for parameter in parameters), default=0)
+
+
+def _between(states: tuple[str, ...]) -> int:
+    """Numbers for each element of a piece that torch's ops make in between."""
+    if states in FUSED:
+        return 0
+    return 2 if states == LION else UNFUSED
 
 
 def _nbytes_at_once(reach: Reach, parameter: Parameter) -> int:

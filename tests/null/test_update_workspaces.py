@@ -14,15 +14,17 @@ from forebay.planners import make_plan
 from forebay.plans import UpdateTime
 from forebay.states import FACTORED, MUON, OF_FOREBAY, Masters
 from forebay.trace import Parameter
-from forebay.workspaces import PART
+from forebay.workspaces import PART, workspace_nbytes
 from tests.null.planning import ENOUGH, asked, machine
 from tests.null.synthetic import ADAM, block
 from tests.null.tracing import Layer, chain_trace
 
+OTHERS = {"momentum": ("momentum_buffer",), "rmsprop": ("square_avg",)}
+
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("masters", [True, False], ids=["masters", "drawn"])
-@pytest.mark.parametrize("states", [*OF_FOREBAY.values(), ("momentum_buffer",)], ids=[*OF_FOREBAY, "momentum"])
+@pytest.mark.parametrize("states", [*OF_FOREBAY.values(), *OTHERS.values()], ids=[*OF_FOREBAY, *OTHERS])
 def test_updates_on_the_device_have_the_room_that_they_are_proven_to_need(
     states: tuple[str, ...], masters: bool, update: UpdateTime
 ) -> None:
@@ -82,7 +84,7 @@ def test_what_the_checker_has_fp32_widen() -> None:
 
 def widen(states: tuple[str, ...], *parameters: Parameter, chunk: int = 1 << 30, exactly: bool = True) -> list[int]:
     """What each chunk of a block of ``parameters`` widens."""
-    layout = state_layout(replace(block("b"), parameters=parameters), states, chunk)
+    layout = state_layout(replace(block("b"), parameters=parameters), states, chunk, Masters.WHOLE)
     return [widened(own, layout, exactly=exactly) for own in layout.chunks]
 
 
@@ -91,7 +93,7 @@ def test_what_the_checker_has_a_chunk_of_several_widen() -> None:
     first, second = block("b", ((64, 96), "bfloat16", True), ((300,), "float32", True)).parameters
     drawn = replace(first, master=False), second
     assert widen(ADAM, *drawn, chunk=4096) == [2 * 8 * 4096, 2 * 8 * 2048]
-    layout = state_layout(replace(block("b"), parameters=drawn), ADAM, 4096)
+    layout = state_layout(replace(block("b"), parameters=drawn), ADAM, 4096, Masters.WHOLE)
     assert widen(ADAM, *drawn, chunk=4096, exactly=False)[1] == 8 * layout.chunks[1].elements + 8 * 2048
     assert layout.chunks[1].elements >= 2048 + 300
     # One parameter after the other.
@@ -124,3 +126,21 @@ def test_factored_states_widen_all_that_is_not_in_order_or_made_at_once() -> Non
     (narrow,) = block("b", ((64, 96), "bfloat16", True)).parameters
     assert widen(of_torch, wide) == [4 * 64 * 96 + SUMS + ALIGNMENT]
     assert widen(of_torch, narrow) == [2 * 4 * 64 * 96 + SUMS + ALIGNMENT]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("states", "between"),
+    [((), 0), (("exp_avg", "exp_avg_sq"), 0), (("exp_avg",), 2), (("square_avg",), 3), (("exp_avg", "exp_inf"), 3)],
+    ids=["sgd", "adamw", "lion", "rmsprop", "adamax"],
+)
+def test_what_ops_make_in_between(states: tuple[str, ...], between: int, dtype: str) -> None:
+    """Numbers for each element of a piece, where no op of torch does all of an update: for the planner and the
+    checker."""
+    count = 90 * 90
+    parts = block("b", ((90, 90), dtype, True))
+    layout = state_layout(parts, states, 1 << 22, Masters.WHOLE)
+    (chunk,) = layout.chunks
+    wide = chunk.elements if dtype == "bfloat16" else 0
+    assert workspace_nbytes(layout.streams, count, wide, parts.parameters) == 4 * (wide + between * count)
+    assert widened(chunk, layout) == 4 * (wide + between * count)

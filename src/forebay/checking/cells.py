@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from types import MappingProxyType
+from typing import Final, final
 
 from forebay.arenas import UPDATE_CELLS
 from forebay.checking.order import Order
@@ -204,6 +205,19 @@ def residual_nbytes(plan: Plan, layouts: Mapping[str, StateLayout]) -> int:
     return sum(_aligned(STATE_ITEMSIZE * numel) for numel in trained.values())
 
 
+_BETWEEN: Final[Mapping[tuple[str, ...], int]] = MappingProxyType(
+    {
+        (): 0,
+        ("momentum_buffer",): 0,
+        ("exp_avg", "exp_avg_sq"): 0,
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"): 0,
+        ("exp_avg",): 2,
+    }
+)
+"""By its moments in fp32: numbers for each element of a piece that an update's ops make beside it. Of the others three:
+RMSprop, Adagrad, Adadelta, Adamax."""
+
+
 def _largest(
     blocks: Sequence[str], layouts: Mapping[str, StateLayout], density: float | None = None
 ) -> tuple[int, int]:
@@ -228,10 +242,10 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     """Bytes in which ``chunk`` is updated: the gradients of its elements of 16 bits in fp32, and these themselves where
     no whole master is at home. Of all elements of the chunk as many, or ``exactly`` of those that are widened. Of a
     piece that is rounded by chance, or whose states are not fp32, two numbers more for each element, and of the latter
-    each moment, the gradient and the parameter. With factored states one parameter at a time: that, its update, and a
-    line more than sums of rows and columns take; if they are not made at once, gradient, parameter and update of a part
-    of it. With Muon, of a matrix, six bytes more for each element and four for each of a square, in four parts at their
-    alignment."""
+    each moment, the gradient and the parameter; where ops are not fused, what they make in between. With factored
+    states one parameter at a time: that, its update, and a line more than sums of rows and columns take; if they are
+    not made at once, gradient, parameter and update of a part of it. With Muon, of a matrix, six bytes more for each
+    element and four for each of a square, in four parts at their alignment."""
     own = [state for state in layout.streams if state not in (MASTER, LOWER)]
     reach = reach_of(own)
     if reach.takes_wholes:
@@ -244,7 +258,7 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     copies = [(_copies(p.parameter, layout), p.stop - p.start) for p in chunk.pieces]
     every = sum(count * elements for count, elements in copies)
     wide = every if exactly else chunk.elements * max(count for count, _ in copies)
-    return STATE_ITEMSIZE * (wide + 2 * (drawn or moments == ["exp_avg"]) * largest)
+    return STATE_ITEMSIZE * (wide + max(2 * drawn, _BETWEEN.get(tuple(moments), 3)) * largest)
 
 
 def _widened_whole(reach: Reach, own: Parameter, layout: StateLayout) -> int:

@@ -10,7 +10,7 @@ from forebay.machine import Machine
 from forebay.simulation.device_updates import bf16_rate, device_update_rate, ops_of
 from forebay.states import Masters, Reach, form_of, plain_name, reach_of, update_kind
 from forebay.trace import Block, Parameter, Trace
-from forebay.workspaces import FUSED
+from forebay.workspaces import FUSED, LION
 
 __all__ = [
     "APART",
@@ -41,10 +41,6 @@ FACTORED: Mapping[str, float] = MappingProxyType(
 AdamW with moments in fp32. Ours has kernels, the others are torch's ops; of torch's own the norms of columns take more
 than half. A matrix of 16M elements, two threads of an EPYC: between two days on which AdamW took 0.63 and 0.44 ns an
 element (docs/log.md, 2026-11-28 and 29)."""
-
-
-LION = ("exp_avg",)
-"""The states of an optimizer that torch has no fused op for, and forebay has a kernel."""
 
 HOST_FLOPS = 4e11
 """FLOP/s in bf16 of a host beside a device of its own, which nobody measures: between what two cores of an EPYC reach
