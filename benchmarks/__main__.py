@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--append-to", type=Path, metavar="FILE", help="one line a result here, not a file each")
     run.add_argument("--revision", help="the commit, where the code is a copy and no repository")
     predict = commands.add_parser("predict", help="hold predictions against runs, and keep the comparison")
-    predict.add_argument("models", nargs="*", metavar="MODEL", help="default: the whole zoo")
+    predict.add_argument("models", nargs="*", metavar="MODEL", help="default: the whole zoo, as in the table")
     planning = commands.add_parser("planning", help="how long it takes to plan models of many layers")
     planning.add_argument("layers", nargs="*", type=int, metavar="LAYERS", help="default: 12, 32 and 100")
     solving = commands.add_parser("solving", help="how long each planner for activations takes")

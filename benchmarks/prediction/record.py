@@ -9,7 +9,10 @@ from typing import final
 from benchmarks.archive import Archive
 from benchmarks.provenance import TimedProvenance
 
-__all__ = ["ARCHIVE", "Comparison", "Figures", "Run"]
+__all__ = ["ARCHIVE", "COMMAND", "Comparison", "Figures", "Run"]
+
+COMMAND = "scripts/bench predict"
+"""Runs all models of the zoo; the names of some may follow."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class Comparison(TimedProvenance):
     runs: tuple[Run, ...]
     failed: tuple[str, ...] = ()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all models of the zoo were to run."""
+        return self.command == COMMAND
+
     def planned(self) -> tuple[Run, ...]:
         """The runs of ``auto``: what a user gets."""
         return tuple(run for run in self.runs if run.policy == "auto")
@@ -90,5 +98,5 @@ class Comparison(TimedProvenance):
         return same, total
 
 
-ARCHIVE = Archive("prediction-", Comparison)
+ARCHIVE = Archive("prediction-", Comparison, topic=lambda one: "all models" if one.is_whole else "some")
 """Where comparisons are kept."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.case import BenchmarkError
 from benchmarks.host import ROOT, hardware
-from benchmarks.prediction.record import Comparison, Run
+from benchmarks.prediction.record import COMMAND, Comparison, Run
 from benchmarks.prediction.rounds import ROUNDS, Foretold, Ran, beside, between, foretell, measure, run
 from benchmarks.prediction.zoo import ZOO, Entry
 from benchmarks.provenance import Timing
@@ -43,7 +43,7 @@ def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
     unknown = set(names) - {entry.name for entry in ZOO}
     if unknown:
         raise BenchmarkError(f"no model {', '.join(sorted(unknown))}; there are {', '.join(e.name for e in ZOO)}")
-    timing = Timing("scripts/bench predict" + "".join(f" {name}" for name in names))
+    timing = Timing(COMMAND + "".join(f" {name}" for name in names))
     runs: list[Run] = []
     failed: list[str] = []
     for entry in entries:

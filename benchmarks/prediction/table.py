@@ -1,13 +1,16 @@
-"""The table of predictions in ``benchmarks/README.md``, generated from the newest comparison of every machine."""
+"""The table of predictions in ``benchmarks/README.md``, generated from the newest comparison of every machine of
+those of all models: one of some of them is kept, and replaces none."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from benchmarks.host import slug
 from benchmarks.prediction.record import ARCHIVE, Comparison, Run
 from benchmarks.prediction.zoo import BY_VALUE
 from benchmarks.table import QUIET_CORES, replace_between
 
-__all__ = ["write"]
+__all__ = ["render", "write"]
 
 APART = 0.05
 """Steps of two policies that are closer than this share are taken as equal: repeated runs of one differ by as much."""
@@ -20,8 +23,13 @@ _HEAD = (
 
 def write() -> None:
     """Replaces the generated part of the README."""
-    sections = [_section(comparison) for comparison in ARCHIVE.latest()]
-    replace_between("predictions", "\n".join(sections) or "No comparison is kept yet.\n")
+    replace_between("predictions", render(ARCHIVE.latest()))
+
+
+def render(comparisons: Sequence[Comparison]) -> str:
+    """Those of ``comparisons`` that are of all models, as Markdown."""
+    whole = [_section(comparison) for comparison in comparisons if comparison.is_whole]
+    return "\n".join(whole) or "No comparison is kept yet.\n"
 
 
 def _section(comparison: Comparison) -> str:

@@ -14,6 +14,8 @@ from benchmarks import provenance
 from benchmarks.case import BenchmarkError, Case
 from benchmarks.host import Code, CpuMeter, Hardware
 from benchmarks.measure import Score
+from benchmarks.prediction import table as predictions
+from benchmarks.prediction.record import ARCHIVE, COMMAND, Comparison, Figures, Run
 from benchmarks.result import Result, collect, load_all, save
 from benchmarks.table import render, write
 from forebay.errors import ConfigError
@@ -128,3 +130,29 @@ def test_figures_are_kept_of_code_that_stays_as_it_is(monkeypatch: pytest.Monkey
     with pytest.raises(BenchmarkError, match="changed during the run"):
         timing.ended()
     assert timing.ended(kept=False)["code"] == Code("abc", False, "1")
+
+
+def predicted(*models: str, command: str = COMMAND, day: int = 1) -> Comparison:
+    figures = Figures(1 << 20, 1 << 20, 1.0)
+    runs = [Run(m, "dense", "plenty", 1 << 30, "auto", "all", 1 << 20, figures, figures, (1.0,), 1.0) for m in models]
+    return Comparison(
+        date=datetime(2026, 1, day, tzinfo=UTC),
+        command=command,
+        hardware=MACHINE,
+        versions={"python": "3.11.7"},
+        code=Code("0123456789abcdef", False, "fedcba9876543210"),
+        threads=2,
+        other_cores=0.01,
+        machine="some",
+        runs=tuple(runs),
+    )
+
+
+def test_predictions_of_some_models_replace_none_in_the_table(tmp_path: Path) -> None:
+    """They are kept, but another day's code and rates would stand beside those of the other models."""
+    ARCHIVE.save(predicted("a", "b"), tmp_path)
+    ARCHIVE.save(predicted("b", command=f"{COMMAND} b", day=2), tmp_path)
+    assert len(ARCHIVE.every(tmp_path)) == 2
+    text = predictions.render(ARCHIVE.latest(tmp_path))
+    assert "| a | dense |" in text and text.count("| b | dense |") == 1 and text.count("### ") == 1
+    assert predictions.render([]) == "No comparison is kept yet.\n"
