@@ -390,6 +390,7 @@ def initialize(model: nn.Module, seed: int = 0) -> None:
     first parameter that stays without a value.
     """
     session = prepared_session(model)
-    if not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
-        raise UsageError(f"seed is an integer of 64 bits, got {seed!r}")
+    expect("seed", seed, Integral, "an integer of 64 bits")
+    if not -(2**63) <= seed < 2**64:
+        raise UsageError(f"seed is an integer of 64 bits; got {seed}")
     fill_at_random(session, model, int(seed))

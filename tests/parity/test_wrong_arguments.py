@@ -73,10 +73,10 @@ OTHERS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "report": (lambda m, o: forebay.report((m, o)), r"model is a torch\.nn\.Module; got tuple"),
     "parameters": (lambda m, o: forebay.parameters(m.parameters()), r"model is a torch\.nn\.Module; got generator"),
     "tile": (lambda m, o: forebay.tile(None, "1MiB"), r"model is a torch\.nn\.Module; got None"),
-    "seed": (lambda m, o: forebay.initialize(m, seed="a"), "seed is an integer of 64 bits, got 'a'"),
+    "seed": (lambda m, o: forebay.initialize(m, seed="a"), "seed is an integer of 64 bits; got 'a'"),
     "seeds": (
         lambda m, o: forebay.initialize(m, seed=2**64),
-        "seed is an integer of 64 bits, got 18446744073709551616",
+        "seed is an integer of 64 bits; got 18446744073709551616",
     ),
     "load": (lambda m, o: forebay.load(m, None), "folder is the path of a folder with safetensors; got None"),
     "export": (lambda m, o: forebay.export(m, 3), "folder is the path of a new folder; got 3"),
