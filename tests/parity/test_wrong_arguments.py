@@ -55,8 +55,8 @@ def test_prepare(name: str) -> None:
 PROFILE: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": None}, r"model is a torch\.nn\.Module; got None"),
     "optimizer": ({"optimizer": 3}, "optimizer is the name of one.*; got 3"),
-    "device": ({"device": "tpu"}, "recorded for 'cpu' or 'cuda', got 'tpu'"),
-    "no-device": ({"device": None}, "recorded for 'cpu' or 'cuda', got None"),
+    "device": ({"device": "tpu"}, "recorded for device cpu or cuda, got 'tpu'"),
+    "no-device": ({"device": None}, "recorded for device cpu or cuda, got 'None'"),
     "loss_fn": ({"loss_fn": 3}, "loss_fn is a function, .* got 3"),
 }
 
