@@ -99,11 +99,12 @@ def penalised(model: nn.Module) -> torch.Tensor:
     return y + slope.norm()
 
 
-def test_a_second_derivative_is_refused_where_blocks_stream() -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_second_derivative_is_refused_where_blocks_stream(recomputes: bool) -> None:
     made = find_blocks(Network()).model
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    plan = plan_of(made, (), resident=False, slots=1)
+    plan = plan_of(made, recomputable(made) if recomputes else (), resident=False, slots=1)
     model, optimizer = forebay.prepare(model, optimizer, plan=plan, device_memory="64MiB", device="cpu")
     with pytest.raises(ModelError, match=r"create_graph=True keeps .* policy='keep'"):
         penalised(model)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from forebay.device.base import Watch
+from forebay.errors import DeviceOutOfMemory, ModelError
 from forebay.runtime.tensors import dtype_of
 from forebay.scheduling.slots import Slot, SlotPool
 from forebay.trace import Block, Parameter
@@ -45,17 +46,30 @@ class BlockAccess:
         self._pool = pool
         self._watch = watch
         self._device = device
+        # Whether a backward runs that is differentiated itself: its graph keeps every lease that it takes.
+        self.differentiated = False
         self._live: dict[str, weakref.ref[torch.UntypedStorage]] = {}
         # By block, what ``expose`` does with each of its parameters.
         self._exposed: dict[str, tuple[_Place, ...]] = {}
         self._by_address: Mapping[int, Slot] = {s.buffer.untyped_storage().data_ptr(): s for s in pool.slots}
 
     def lease(self, block: str) -> torch.UntypedStorage:
-        """The slot's memory with the parameters of ``block``, ready for compute."""
+        """The slot's memory with the parameters of ``block``, ready for compute. Raises ``DeviceOutOfMemory`` where no
+        slot is free, and ``ModelError`` where a backward that is ``differentiated`` has them all."""
         at_hand = self.at_hand(block)
         if at_hand is not None:
             return at_hand
-        slot = self._pool.acquire(block)
+        try:
+            slot = self._pool.acquire(block)
+        except DeviceOutOfMemory as error:
+            if not self.differentiated:
+                raise
+            raise ModelError(
+                f"backward with create_graph=True keeps on the device the parameters of every block that it comes to, "
+                f"and there is no slot left for block {block}: give prepare() a loss_fn that makes the second "
+                f"derivative, which is planned with what it keeps, or policy='keep', which has all blocks there, if "
+                f"device_memory allows it; else train this model without one"
+            ) from error
         live = self._lives(block)
         if live is not None:
             self._pool.release(slot)  # the lease that lives holds the slot already

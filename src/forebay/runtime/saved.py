@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from forebay.device.base import Watch
-from forebay.errors import DeviceOutOfMemory, ModelError
+from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.measure import Measurement
@@ -156,25 +156,11 @@ class SavedTensors:
             return at_hand
         since = self._measure.now()
         if isinstance(packed, SlotReference):
-            storage = self._lease(packed.block)
+            storage = self._access.lease(packed.block)
         else:
             storage = packed.ticket.tensor().untyped_storage()
         self._measure.waited(since)
         return storage
-
-    def _lease(self, block: str) -> torch.UntypedStorage:
-        try:
-            return self._access.lease(block)
-        except DeviceOutOfMemory as error:
-            if not torch.is_grad_enabled():
-                raise
-            # Only a backward that is differentiated itself runs with gradients on, and its graph keeps what it reads.
-            raise ModelError(
-                f"backward with create_graph=True keeps on the device the parameters of every block that it comes to, "
-                f"and there is no slot left for block {block}: give prepare() a loss_fn that makes the second "
-                f"derivative, which is planned with what it keeps, or policy='keep', which has all blocks there, if "
-                f"device_memory allows it; else train this model without one"
-            ) from error
 
     def counts_with(self, watch: Watch) -> bool:
         """Whether what goes through these hooks is counted by ``watch``."""

@@ -214,7 +214,7 @@ class Session:
 
     def recompute(self, block: str, again: Callable[[], None]) -> None:
         """Runs ``again``, the forward of ``block`` in backward."""
-        self.enter_backward()
+        self._comes_to_block()
         self.measure.recompute(block)
         try:
             again()
@@ -232,13 +232,17 @@ class Session:
 
     def reached(self, block: str) -> None:
         """Backward has come to ``block``: it asks for what the forward has saved, or for a gradient of the result."""
-        self.enter_backward()
-        if torch.is_grad_enabled():  # as only in a backward that is differentiated itself
-            self.device.ledger.remark = DIFFERENTIATED
+        self._comes_to_block()
         if self.measure.unpacked(block):
             since = self.measure.now()
             self.device.turn.offer()
             self.measure.waited(since)
+
+    def _comes_to_block(self) -> None:
+        self.enter_backward()
+        if torch.is_grad_enabled():  # as only in a backward that is differentiated itself
+            self.device.ledger.remark = DIFFERENTIATED
+            self.access.differentiated = True
 
     def end_backward(self) -> None:
         """Backward is over, or has raised."""
@@ -246,6 +250,7 @@ class Session:
         self._whereabouts.block = ""
         self._whereabouts.phase = Phase.IDLE
         self.watch.activate(False)
+        self.access.differentiated = False
 
     # Gradients and steps.
 
