@@ -25,7 +25,7 @@ from forebay.errors import DoesNotFit, ModelError, UsageError
 from forebay.figures import with_figures
 from forebay.loss import Loss, expect_loss
 from forebay.machine import Machine
-from forebay.opening import expect_pair, expect_trainable, limits_of, open_session
+from forebay.opening import expect_no_inference, expect_pair, expect_trainable, limits_of, open_session
 from forebay.optim.reading import read_optimizer
 from forebay.planners import for_policy, make_plan
 from forebay.planners.room import leave_room
@@ -131,6 +131,7 @@ def prepare(
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
     """
     expect_pair(model, optimizer)
+    expect_no_inference("prepare")
     if is_prepared(model):
         raise ModelError(
             "this model, or a part of it, is prepared already; call forebay.close(model) before preparing it anew"
@@ -203,6 +204,7 @@ def profile(
     """
     if loss_fn is not None:
         expect_loss_fn(loss_fn)
+    expect_no_inference("profile")
     if is_prepared(model):
         raise ModelError("this model is prepared; profile it before, or call forebay.close(model) first")
     with as_planned(model):
@@ -354,11 +356,13 @@ def close(model: nn.Module) -> None:
     The parameters become ordinary tensors on the host (resident ones stay on the device). A model that is not
     prepared is left as it is. When a transfer, an update or a checkpoint in the background had failed, everything is
     freed all the same and its error is raised; parameters that cannot be read any more are NaN. Raises ``UsageError``
-    for what is no model.
+    for what is no model, and under ``torch.inference_mode()``.
     """
     attachment = session_of(model)
     if attachment is None:
         return
+    # torch also puts back, at the end of that mode, the dispatch mode that is taken off here.
+    expect_no_inference("close")
     session = attachment.session
     # From the last one to the first, each whatever those before it raised.
     with ExitStack() as closing:

@@ -34,7 +34,7 @@ from forebay.tiers.kept import KeptFolder
 from forebay.trace import Parameter
 from forebay.units import format_apart
 
-__all__ = ["expect_pair", "expect_trainable", "ledgers_of", "limits_of", "open_session"]
+__all__ = ["expect_no_inference", "expect_pair", "expect_trainable", "ledgers_of", "limits_of", "open_session"]
 
 
 def limits_of(budget: Budget, returning: int = 0) -> dict[Tier, int]:
@@ -81,6 +81,15 @@ def expect_pair(model: object, optimizer: object) -> None:
         raise UsageError(f"prepare takes a torch.nn.Module, and then its torch.optim.Optimizer, got {found}")
 
 
+def expect_no_inference(what: str) -> None:
+    """Raises ``UsageError`` for a call of ``what`` under ``torch.inference_mode()``: tensors made there never train."""
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            f"{what} is called under torch.inference_mode(), and no tensor that is made there can be trained; call it "
+            f"outside"
+        )
+
+
 def expect_trainable(model: nn.Module, bound: BoundModel, optimizer: torch.optim.Optimizer, device: Device) -> None:
     """Raises ``ModelError`` or ``OptimizerError`` for what ``device`` cannot train."""
     if not bound.parameters:
@@ -101,6 +110,10 @@ def expect_trainable(model: nn.Module, bound: BoundModel, optimizer: torch.optim
             raise ModelError(
                 f"parameter {name} is on {parameter.device} and forebay trains on {device.name}; keep the model on "
                 f"the cpu (or on meta) and let prepare() place it"
+            )
+        if parameter.is_inference():
+            raise ModelError(
+                f"parameter {name} was made under torch.inference_mode() and cannot be trained; build the model outside"
             )
         if parameter.grad is not None:
             raise ModelError(f"parameter {name} has a gradient already; call optimizer.zero_grad() before prepare()")

@@ -29,7 +29,7 @@ from forebay.errors import ModelError, UsageError
 from forebay.figures import with_figures
 from forebay.machine import Machine
 from forebay.memory import Ledger, Tier
-from forebay.opening import expect_pair, expect_trainable, ledgers_of, limits_of, open_session
+from forebay.opening import expect_no_inference, expect_pair, expect_trainable, ledgers_of, limits_of, open_session
 from forebay.optim.reading import read_optimizer
 from forebay.optim.rules import UpdateRule
 from forebay.planners import Problem
@@ -74,6 +74,7 @@ def prepare_several(
     the model, from 0, and ``DoesNotFit`` when the budget has no room for one of them or for all together; every model
     is then as it was.
     """
+    expect_no_inference("prepare_several")
     expect("policy", policy, str, "the name of one")
     expect("models", models, Sequence, "a list, of a model, its optimizer and a batch each")
     budget = Budget.of(device_memory, host_memory, disk)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,3 +139,49 @@ def test_records() -> None:
     for simulated in (forebay.simulate, forebay.check):
         with pytest.raises(UsageError, match="needs 1 step and 1 micro-batch at least, got None and two"):
             simulated(trace, machine, plan, micro_batches="two")  # type: ignore[operator]
+
+
+INFERENCE: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "prepare": lambda m, o: forebay.prepare(m, o, BATCH, device_memory="1MiB", device="cpu"),
+    "prepare_several": lambda m, o: forebay.prepare_several([(m, o, BATCH)], device_memory="1MiB", device="cpu"),
+    "profile": lambda m, o: forebay.profile(m, BATCH, o),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_nothing_is_prepared_in_inference_mode(name: str) -> None:
+    model, optimizer = made()
+    with torch.inference_mode(), pytest.raises(UsageError, match=rf"{name} is called under torch\.inference_mode\(\)"):
+        INFERENCE[name](model, optimizer)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    with torch.inference_mode():
+        model, optimizer = made()
+    with pytest.raises(UsageError, match=r"parameter 0\.weight was made under torch\.inference_mode\(\)"):
+        forebay.prepare(model, optimizer, BATCH, device_memory="1MiB", device="cpu")
+
+
+def test_closed_in_inference_mode(prepared: Prepared) -> None:
+    """Refused: torch keeps of the dispatch modes that were on when that mode began that they are, and ended in it one
+    leaves a process in which no tensor is made."""
+    model, optimizer = prepared
+    with torch.inference_mode():
+        model(BATCH)
+        with pytest.raises(UsageError, match=r"close is called under torch\.inference_mode\(\)"):
+            forebay.close(model)
+    model(BATCH).sum().backward()
+    optimizer.step()
+
+
+def test_first_seen_in_inference_mode() -> None:
+    """What is imported by a call that is refused there serves the next one."""
+    script = """
+import torch, forebay
+with torch.inference_mode():
+    try:
+        forebay.close(torch.nn.Linear(4, 4))
+        forebay.accumulate
+    except forebay.ForebayError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -76,7 +76,8 @@ def _cut_of(node: Any) -> _Cut | None:
     return cut
 
 
-_LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+with torch.inference_mode(False):  # this may be imported by a call that is refused under it
+    _LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The nodes at which gradients of parameters end."""
 
 _CAST = "ToCopyBackward0"
