@@ -122,6 +122,24 @@ def test_calls_that_make_no_sense(pairs: Pairs) -> None:
         forebay.alternate([first], [lambda: forebay.alternate([second], [nothing])])
 
 
+def test_a_loop_that_uses_the_model_of_another_is_refused(pairs: Pairs) -> None:
+    (first, _), (second, others) = pairs
+    batch, words = QUICK[1].inputs(0, DTYPE), r"the loop of model 0 uses model 1, .* in the order of their models"
+
+    def taught() -> None:
+        with torch.no_grad():
+            second(**batch)
+        trained(pairs, 0)()
+
+    for loop in (trained(pairs, 1), taught, others.step):
+        with pytest.raises(UsageError, match=words):
+            forebay.alternate([first, second], [loop, lambda: None])
+    with pytest.raises(UsageError, match=words) as failed:
+        forebay.alternate([first, second], [trained(pairs, 1), trained(pairs, 0)])
+    assert "the loop of model 1 uses model 0" in "".join(failed.value.__notes__)
+    forebay.alternate([first, second], [trained(pairs, 0), trained(pairs, 1)])
+
+
 def test_models_of_two_calls_do_not_take_turns(pairs: Pairs) -> None:
     others = prepared(*QUICK, policy="stream")
     mixed = [pairs[0][0], others[1][0]]

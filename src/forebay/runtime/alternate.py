@@ -43,6 +43,8 @@ def alternate_loops(attachments: Sequence[Attachment], loops: Sequence[Callable[
     with turn.opened(), as_written():
         running = [_Loop(*one, number) for number, one in enumerate(zip(attachments, loops, strict=True))]
         try:
+            for number, attachment in enumerate(attachments):
+                attachment.session.own_loop.number = number
             for one in running:
                 one.thread.start()
             for one in running:
@@ -55,6 +57,7 @@ def alternate_loops(attachments: Sequence[Attachment], loops: Sequence[Callable[
                 if one.thread.ident is not None:
                     one.thread.join()
             for attachment in attachments:
+                attachment.session.own_loop.number = None
                 # Whoever has closed a model in its loop could not take the watch off this thread.
                 attachment.session.between_passes()
         running[0].resume()
@@ -112,6 +115,7 @@ class _Loop(Part, Generic[Result]):
 
     def _train(self) -> None:
         session = self._attachment.session
+        session.own_loop.enter()
         try:
             self.result.append(self._function())
         finally:

@@ -270,10 +270,11 @@ class Attachment:
 
     def before_root(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """A pass begins, on the batch that ``args`` and ``kwargs`` are. Raises ``UsageError`` in the middle of one of
-        another thread."""
+        another thread, and in the loop of another model."""
         root = self._root()
         with self._beginning:
             try:
+                self.session.own_loop.expect()
                 self.current.begin(root)
             except UsageError:
                 self._turned_away.add(threading.get_ident())

@@ -21,6 +21,7 @@ from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.holds import Outcome
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
+from forebay.runtime.own_loop import OwnLoop
 from forebay.runtime.replaced import Replaced
 from forebay.runtime.resources import Resources
 from forebay.runtime.save_order import SaveOrder
@@ -62,6 +63,7 @@ class Session:
         self.plan = plan
         self.model = model
         self.parameters = parameters
+        self.own_loop = OwnLoop()
         self.names: Mapping[int, str] = {id(parameter): name for name, parameter in parameters.items()}
         self.rule = rule
         self.resources = resources
@@ -286,6 +288,7 @@ class Session:
         ``overlap_update`` off they are waited for here.
         """
         self.expect_open()
+        self.own_loop.expect()
         self.replaced.take_over()
         self.stepping.expect_possible(groups)
         self.watch.activate(False)
