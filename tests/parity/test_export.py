@@ -229,6 +229,30 @@ def test_wrong_input_is_one_message(run: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+def test_weights_older_than_the_last_steps_of_their_run_are_not_read(run: Path, tmp_path: Path) -> None:
+    """A plan is made of the configuration alone, which is that of all steps."""
+    (tmp_path / "text.txt").write_text("a stitch in time saves nine; " * 200)
+    settings = {"model": "tiny", "data": ["text.txt"], "device_memory": "1MiB", "steps": 2}
+    (run / "run.json").write_text(dump(RunStart(settings, warmup=1, tokens=1, text_crc32=1)))
+    (run / "losses.jsonl").write_text('{"step": 1, "loss": 2.0, "lr": 0.1}\n')
+    size = "--batch", "1", "--seq", "8"
+    verbs: dict[str, tuple[object, ...]] = {
+        "verify": ("verify", run, *size),
+        "train": ("train", "--model", run, "--data", tmp_path / "text.txt", "--device-memory", "64MiB", "--steps", 1),
+        "plan": ("plan", run, "--device-memory", "64MiB", *size),
+        "compare": ("compare", run, "--devices", "64MiB", *size),
+    }
+    words = f"the run in {run} has taken 1 of 2 steps, and its model is written when it ends; go on with"
+    for name in ("verify", "train"):
+        done = CliRunner().invoke(app, [*map(str, verbs[name])])
+        assert (done.exit_code, done.stdout) == (2, "") and words in " ".join(done.stderr.split()), done.output
+    assert CliRunner().invoke(app, [*map(str, verbs["plan"])]).exit_code == 0
+    (run / "config.json").unlink()
+    for name, verb in verbs.items():
+        done = CliRunner().invoke(app, [*map(str, verb)])
+        assert done.exit_code == 2 and words in " ".join(done.stderr.split()), (name, done.output)
+
+
 def test_a_run_that_goes_on_behind_its_model_is_not_exported(run: Path, tmp_path: Path) -> None:
     settings = {"model": "tiny", "data": ["text.txt"], "device_memory": "1MiB", "steps": 2}
     (run / "run.json").write_text(dump(RunStart(settings, warmup=1, tokens=1, text_crc32=1)))

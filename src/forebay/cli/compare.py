@@ -128,8 +128,10 @@ def compare(
     ``settings`` say, or what the machine has). That a policy does not fit is an answer too.
     With ``measure`` each policy that fits is run here as well, one after the other; ``tell`` hears of each.
     Raises a ``UsageError`` for what cannot be used."""
+    from forebay.cli.runfolder import expect_model
     from forebay.recipes.tasks import sample
 
+    expect_model(settings.model, weights=False)
     if measure and settings.machine is not None:
         raise ConfigError(
             f"--measure runs the policies on this machine and --machine {settings.machine} asks about another; leave "

@@ -109,30 +109,17 @@ def _dtype(name: str | None) -> Any:
 
 
 def _model_in(run: Path) -> ModelSource:
-    from forebay.cli.runfolder import RUN
+    from forebay.cli.runfolder import expect_model
     from forebay.recipes.sources import find
 
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}; give the folder of a run (forebay train --run)")
-    if (run / RUN).exists():
-        _expect_over(run)
-    found = find(f"./{run}" if not run.is_absolute() else str(run))
+    name = f"./{run}" if not run.is_absolute() else str(run)
+    expect_model(name, weights=True)
+    found = find(name)
     if not found.weights:
         raise ConfigError(f"{run} has a {CONFIG} and no safetensors: there is nothing to export")
     return found
-
-
-def _expect_over(run: Path) -> None:
-    """Raises ``ConfigError`` for a run that has steps to take: a model in its folder is that of fewer steps."""
-    from forebay.cli.runfolder import kept_config, resuming
-    from forebay.reporting.losses import LOSSES, read_losses
-
-    config, taken = kept_config(run), len(read_losses(run / LOSSES))
-    if config is not None and (taken < config.steps or not (run / CONFIG).exists()):
-        raise ConfigError(
-            f"the run in {run} has taken {taken} of {config.steps} steps, and its model is written when it ends; go on "
-            f"with {resuming(run)}, which ends at the last saved step if that is given as --steps"
-        )
 
 
 def _copy_beside(run: Path, target: Path, dtype: str | None) -> list[Path]:

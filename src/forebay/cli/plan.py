@@ -84,11 +84,13 @@ def plan(settings: PlanSettings) -> PlanReport:
     """Answers ``settings``; that nothing fits is an answer too. Raises a ``UsageError`` for what cannot be used."""
     import torch
 
+    from forebay.cli.runfolder import expect_model
     from forebay.profiler.optimizers import STATES
     from forebay.recipes.tasks import sample
     from forebay.tiling import noted_tiles, notes_of, tile, with_tiles
 
     expect_policy(settings.policy)
+    expect_model(settings.model, weights=False)
     folder = disk_budget(settings)
     machine, notes = chosen_machine(settings, folder)
     here = torch.device(machine.device_kind) if settings.machine is None else None

@@ -29,8 +29,9 @@ from forebay.cli.record import Record
 from forebay.config import TrainConfig
 from forebay.errors import ConfigError, StorageError
 from forebay.plans import Plan
+from forebay.recipes import recipe_names
 from forebay.records import dump, load
-from forebay.reporting.losses import LOSSES
+from forebay.reporting.losses import LOSSES, read_losses
 from forebay.tiers.lock import LOCK, FolderLock
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "RunFolder",
     "RunStart",
     "begun_with",
+    "expect_model",
     "expect_nameable",
     "kept_config",
     "kept_plan",
@@ -121,6 +123,21 @@ def kept_config(path: Path) -> TrainConfig | None:
         first = error.errors()[0]
         where = ".".join(map(str, ("settings", *first["loc"])))
         raise ConfigError(f"{path / RUN}: {where}: {first['msg']}; put the file back as it was") from None
+
+
+def expect_model(name: str, *, weights: bool) -> None:
+    """Raises ``ConfigError`` where ``name`` is the folder of a run that has no model yet. With ``weights``,
+    which are to be read, also where the run has steps to take: those that are there are older than its last ones."""
+    path = Path(name)
+    if name in recipe_names() or not (path / RUN).is_file():
+        return
+    config, taken = kept_config(path), len(read_losses(path / LOSSES))
+    if config is None or ((path / MODEL).exists() and not (weights and taken < config.steps)):
+        return
+    raise ConfigError(
+        f"the run in {path} has taken {taken} of {config.steps} steps, and its model is written when it ends; go on "
+        f"with {resuming(path)}, which ends at the last saved step if that is given as --steps"
+    )
 
 
 def kept_plan(path: Path) -> Plan:

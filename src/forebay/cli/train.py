@@ -17,7 +17,7 @@ from forebay.cli.plan import expect_policy
 from forebay.cli.preparing import Preparing, device_of
 from forebay.cli.progress import View
 from forebay.cli.record import Record, jsonable
-from forebay.cli.runfolder import RunFolder, expect_nameable
+from forebay.cli.runfolder import RunFolder, expect_model, expect_nameable
 from forebay.cli.running import Trained, run_loop
 from forebay.cli.shortage import HostPressed, Overrun
 from forebay.errors import (
@@ -158,6 +158,8 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     from forebay.profiler.batch import moved_to
     from forebay.recipes.sources import find
 
+    if folder is None or not folder.is_saved:  # else the values are those of the checkpoint
+        expect_model(config.model, weights=True)
     source = find(config.model)
     tokenizer = find_tokenizer(source.folder)
     # Before the model is built: a file that is not there is said at once.

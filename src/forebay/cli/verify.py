@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, disk_budget, expect_policy
 from forebay.cli.preparing import device_of, optimizer_of
+from forebay.cli.runfolder import expect_model
 from forebay.errors import ConfigError, DoesNotFit, ModelError
 from forebay.reporting.verdict import Verdict
 from forebay.units import format_bytes, format_count
@@ -77,6 +78,7 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
     if asked.update == "backward" and (asked.accumulate > 1 or extent.clip_norm is not None):
         flag = "--accumulate" if asked.accumulate > 1 else "--clip-norm"
         raise ConfigError(f"--update: backward uses gradients up as they come; leave {flag} out, or take --update step")
+    expect_model(asked.model, weights=True)
     place = torch.device(device_of(extent.device))
     part = _part(asked, extent.layers, place.type)
     tell(part.words)
