@@ -201,3 +201,44 @@ def test_backward_of_some_parameters_where_blocks_run_again() -> None:
         assert torch.equal(*losses)
     assert all(torch.equal(p, plain.get_parameter(n)) for n, p in forebay.parameters(model).items())
     forebay.close(model)
+
+
+class Calling(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(self.inner)(x)
+
+
+class Computing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: torch.tanh(row @ self.weight))(x)
+
+
+@pytest.mark.parametrize("policy", ["resident", "stream", "stream-recompute"])
+def test_transforms_of_torch_func_around_the_model_are_refused(policy: str) -> None:
+    model, optimizer = prepared(Network(), policy)
+    transforms = torch.func.vmap(model), torch.func.grad(lambda x: model(x).sum())
+    for transform in (*transforms, lambda x: torch.func.jvp(lambda scale: scale * model(x), (x,), (x,))):
+        with pytest.raises(UsageError, match=r"a prepared model is called inside of torch.func"):
+            transform(batch(0))
+    plain = Network()
+    assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    forebay.close(model)
+
+
+def test_a_transform_of_torch_func_over_a_part_of_the_model_is_refused() -> None:
+    model, _ = prepared(Network(Calling), "stream")
+    with pytest.raises(UsageError, match=r"a module of a prepared model \(Linear\) is called inside of torch.func"):
+        model(batch(0))
+    forebay.close(model)
+
+
+@pytest.mark.parametrize("policy", ["stream", "stream-recompute", "offload-all"])
+def test_a_transform_of_torch_func_that_calls_no_module(policy: str) -> None:
+    model, optimizer = prepared(Network(Computing), policy)
+    plain = Network(Computing)
+    assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    forebay.close(model)

@@ -33,7 +33,7 @@ from forebay.runtime.forward_order import Passing
 from forebay.runtime.forward_writes import lost
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
-from forebay.runtime.passes import Pass, Running, calls_under_way, part_by_itself
+from forebay.runtime.passes import Pass, Running, calls_under_way, expect_no_transform, part_by_itself
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.saving_scope import Saves, SavingScope, quiet_blocks
@@ -270,7 +270,8 @@ class Attachment:
 
     def before_root(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """A pass begins, on the batch that ``args`` and ``kwargs`` are. Raises ``UsageError`` in the middle of one of
-        another thread, and in the loop of another model."""
+        another thread, in the loop of another model, or inside of ``torch.func``."""
+        expect_no_transform()
         root = self._root()
         with self._beginning:
             try:
@@ -346,6 +347,7 @@ class Attachment:
 
     def _before_module(self, blocks: tuple[Block, ...]) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, args: Any) -> None:
+            expect_no_transform(module)
             self._expect_pass(module)
             again = SavingScope.again(self.session.saved) if self._streamed else None
             self.current.running.append(Running(module, blocks, again))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple, final
 
+import torch
 from torch import nn
 from torch.utils._pytree import KeyPath
 
@@ -17,7 +18,7 @@ from forebay.errors import UsageError
 from forebay.runtime.saving_scope import SavingScope
 from forebay.trace import Block
 
-__all__ = ["Pass", "Running", "argument_name", "calls_under_way", "part_by_itself"]
+__all__ = ["Pass", "Running", "argument_name", "calls_under_way", "expect_no_transform", "part_by_itself"]
 
 
 def argument_name(path: KeyPath) -> str:
@@ -31,6 +32,20 @@ def part_by_itself(module: nn.Module) -> UsageError:
         f"a module of a prepared model ({type(module).__name__}) is called outside of the model's forward, where no "
         f"budget holds; call the prepared model itself and have its forward do this (prepare a module around it, whose "
         f"forward makes the loss), or call parts of it under torch.no_grad()"
+    )
+
+
+def expect_no_transform(module: nn.Module | None = None) -> None:
+    """Raises ``UsageError`` where a prepared model (or ``module``, a part of one) is called inside of a transform of
+    ``torch.func``: tensors have no address there, by which they are known, and what is made of a parameter there would
+    stay in its place."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    called = "a prepared model" if module is None else f"a module of a prepared model ({type(module).__name__})"
+    raise UsageError(
+        f"{called} is called inside of torch.func (vmap, grad, jvp, ...), which parameters that come and go do not pass "
+        f"through; use torch.func inside the forward of one module, on functions that call no other, or forebay.close() "
+        f"the model for this"
     )
 
 
