@@ -6,7 +6,7 @@ lie in one flat buffer, in the order of ``parameters``, so that one copy fetches
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -162,7 +162,11 @@ class Model:
 
     def block(self, name: str) -> Block:
         """The block called ``name``; KeyError if there is none."""
-        return next(b for b in self.blocks if b.name == name)
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Block]:
+        return {block.name: block for block in self.blocks}
 
 
 @dataclass(frozen=True)

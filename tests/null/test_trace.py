@@ -137,3 +137,10 @@ def test_a_fingerprint_names_the_model_its_batch_and_its_optimizer() -> None:
     longer = (*trace.sources[:-1], replace(trace.sources[-1], nbytes=32))
     others = [replace(trace, sources=longer), replace(trace, state_names=("momentum_buffer",))]
     assert len({trace.fingerprint, *(t.fingerprint for t in others)}) == 3
+
+
+def test_a_block_is_found_by_its_name() -> None:
+    model = make_trace().model
+    assert model.block("layers.1") is model.blocks[1]
+    with pytest.raises(KeyError):
+        model.block("layers.9")
