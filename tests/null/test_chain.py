@@ -198,6 +198,7 @@ def test_diffusion_is_right_to_within_one_and_even(weights: list[int], count: in
 def test_diffusion_alternates() -> None:
     assert diffused([3.0, 3.0], 6) == [0, 1, 0, 1, 0, 1]
     assert sorted_out([2.0, 1.0], 3, [5.0, 1.0]) == [1, 0, 0]
+    assert diffused([0.0, 2.0, 0.0, 1.0], 3) == [1, 3, 1]  # what has no share is not taken
 
 
 def test_with_room_for_all_nothing_moves_but_what_costs_nothing() -> None:

@@ -16,11 +16,13 @@ __all__ = ["diffused", "sorted_out"]
 def diffused(shares: Sequence[float], count: int) -> list[int]:
     """Which choice each of ``count`` blocks takes, with ``shares`` that add up to ``count``; each choice is taken as
     often as its share, to within less than one block for every choice that is taken."""
-    taken = [0] * len(shares)
+    # Of the many choices that a block has a programme takes a few: what has no share is never behind it.
+    able = {choice: share for choice, share in enumerate(shares) if share > 0}
+    taken = dict.fromkeys(able, 0)
     chosen = []
     for block in range(1, count + 1):
-        behind = [share * block / count - had for share, had in zip(shares, taken, strict=True)]
-        best = max(range(len(shares)), key=lambda choice: behind[choice])
+        behind = {choice: share * block / count - taken[choice] for choice, share in able.items()}
+        best = max(behind, key=behind.__getitem__)
         taken[best] += 1
         chosen.append(best)
     return chosen
