@@ -224,11 +224,10 @@ def thinned(points: NDArray[Any]) -> NDArray[Any]:
     """The places of one point, the fastest, in each cell of the grid."""
     spans = np.maximum(points[:, :2].max(axis=0), 1e-300)
     cells = np.ceil(points[:, :2] / spans * GRID).astype(int)
-    best: dict[tuple[int, int], int] = {}
-    for place, (cell, seconds) in enumerate(zip(map(tuple, cells), points[:, 2], strict=True)):
-        if cell not in best or seconds < points[best[cell], 2]:
-            best[cell] = place
-    return np.array(sorted(best.values()))
+    # Sorted by cell and then by seconds, the first of a cell is what is looked for.
+    order = np.lexsort((points[:, 2], cells[:, 1], cells[:, 0]))
+    first = np.diff(cells[order], axis=0, prepend=-1).any(axis=1)
+    return np.sort(order[first])
 
 
 def _option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
