@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from forebay.program import Outline
@@ -19,7 +19,7 @@ def counterparts(outlines: Sequence[Outline], second: int) -> Mapping[int, int] 
     update of a block), so that alike ones are counted from the end of a step.
     """
     asked = {index for outline in outlines[second:] for index in outline.after if index < second}
-    count, places = Counter[object](), dict[tuple[object, int], int]()
+    count, places = defaultdict[object, int](int), dict[tuple[object, int], int]()
     for index in range(second - 1, -1, -1):
         key = _key(outlines[index])
         count[key] += 1

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NamedTuple, final
 
 from forebay.lowering.arrangement import Run
 from forebay.lowering.index import NEVER, Completed, TraceIndex
@@ -28,8 +28,7 @@ class Grain:
     activations: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
+class Landing(NamedTuple):
     """A gradient that leaves for the host when it is complete. ``frees`` is what that frees on the device; ``pieces``
     are the bytes of each, where several are taken for one."""
 
@@ -41,16 +40,14 @@ class Landing:
     pieces: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class UsedUp:
+class UsedUp(NamedTuple):
     """All gradients of a resident block are complete, and its update in backward lets go of their ``nbytes``."""
 
     block: str
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """What happens around one op of a backward visit: blocks are asked for before it, gradients leave after it, and
     ``kept`` bytes of gradients of resident blocks are complete, those in ``ending`` all of them."""
 
@@ -61,8 +58,7 @@ class Stop:
     ending: tuple[UsedUp, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """Compute is cut before the op at ``position``: what is sent behind the one before is ``leaving``, what this one
     reads is ``asked`` for. With neither, what was moved may go, or an op is left out that a recomputation does not
     run."""
@@ -72,8 +68,7 @@ class Cut:
     asked: tuple[Move, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A run and what to do in it. Forward: ``opened`` blocks are there from its beginning to its end, those in
     ``around`` (held ones) go on being there for the next run that they are around of; a recomputation asks for what it
     is ``given`` before that. Backward: ``stops``. Both: ``cuts``."""
@@ -235,37 +230,30 @@ class Stages:
     def _landings(self, leaving: Sequence[Completed]) -> Iterator[tuple[Completed, Landing]]:
         """The landings of one run, ``leaving`` in the order in which they are made, each with its last gradient."""
         last = {self._index.blocks[done.parameter]: done for done in leaving}
-        before: dict[str, Landing] = {}
+        waiting: dict[str, list[Completed]] = defaultdict(list)
         for done in leaving:
-            landing = self._landing(done)
-            gathered = before.pop(landing.block, None)
-            if gathered is not None:
-                landing = replace(
-                    landing,
-                    nbytes=gathered.nbytes + landing.nbytes,
-                    frees=gathered.frees + landing.frees,
-                    pieces=(*(gathered.pieces or (gathered.nbytes,)), landing.nbytes),
-                )
-            if landing.nbytes >= self._together or last[landing.block] is done:
-                yield done, landing
-            else:
-                before[landing.block] = landing
+            block = self._index.blocks[done.parameter]
+            waiting[block].append(done)
+            if last[block] is done or self._nbytes(waiting[block]) >= self._together:
+                yield done, self._landing(block, waiting.pop(block))
 
     def _leaves(self, done: Completed) -> bool:
         return self._index.blocks[done.parameter] in self._hosted
 
-    def _landing(self, done: Completed) -> Landing:
-        root = self._index.roots.get(done.root)
-        frees: tuple[Change, ...] = ()
-        if root is not None and self._last[done.root] == done:
-            frees = (Change(root.kind, -root.nbytes),)
-        block = self._index.blocks[done.parameter]
+    def _nbytes(self, gradients: Sequence[Completed]) -> int:
+        return sum([self._trace.sources[done.parameter].nbytes for done in gradients])
+
+    def _landing(self, block: str, gradients: Sequence[Completed]) -> Landing:
+        """That of some ``gradients`` of ``block``, one or more, under the name of the last."""
+        index, parameter = self._index, gradients[-1].parameter
+        last = [done.root for done in gradients if self._last[done.root] is done]
         return Landing(
-            block=block,
-            place=self._index.places[done.parameter],
-            name=self._index.names[done.parameter],
-            nbytes=self._trace.sources[done.parameter].nbytes,
-            frees=frees,
+            block,
+            index.places[parameter],
+            index.names[parameter],
+            self._nbytes(gradients),
+            tuple([Change(index.roots[r].kind, -index.roots[r].nbytes) for r in last if r in index.roots]),
+            tuple([self._trace.sources[done.parameter].nbytes for done in gradients]) if len(gradients) > 1 else (),
         )
 
 
