@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.states import BLOCK, Masters, StateForm, form_of, is_wide, reach_of
+from forebay.states import BLOCK, Masters, Reach, StateForm, form_of, is_wide, reach_of
 from forebay.trace import Block, Parameter
 
 __all__ = [
@@ -319,6 +320,16 @@ class StateLayout:
         """How masters are kept, if any are."""
         return Masters.LOWER if LOWER in self.streams else Masters.WHOLE
 
+    @cached_property
+    def own(self) -> tuple[str, ...]:
+        """The streams that are no masters."""
+        return tuple(stream for stream in self.streams if stream not in (MASTER, LOWER))
+
+    @cached_property
+    def reach(self) -> Reach:
+        """What of a parameter an update looks at together."""
+        return reach_of(self.own)
+
     @property
     def has_masters(self) -> bool:
         """Whether any are kept."""
@@ -345,7 +356,8 @@ class StateLayout:
     def touched(self, chunk: Chunk) -> int:
         """Bytes that updating ``chunk`` has to move at least: states and parameters in and out, gradients in. The same
         in place and from one copy into another."""
-        return _touched(_chunk_nbytes(self.streams, chunk.elements, chunk.pieces), sum(p.nbytes for p in chunk.pieces))
+        states = _chunk_nbytes(map(form_of, self.streams), chunk.elements, chunk.pieces)
+        return _touched(states, sum(p.nbytes for p in chunk.pieces))
 
 
 def touched_nbytes(streams: Iterable[str], parameter: Parameter) -> int:
@@ -362,10 +374,9 @@ def _touched(states: int, nbytes: int) -> int:
     return 2 * states + 3 * nbytes
 
 
-def _chunk_nbytes(streams: Iterable[str], elements: int, pieces: Iterable[Piece]) -> int:
-    """Bytes of ``streams`` in a chunk of so many ``elements``."""
-    pieces = tuple(pieces)
-    return sum(_stream_nbytes(form_of(stream), elements, pieces) for stream in streams)
+def _chunk_nbytes(forms: Iterable[StateForm], elements: int, pieces: Sequence[Piece]) -> int:
+    """Bytes of streams of these ``forms`` in a chunk of so many ``elements``."""
+    return sum([_stream_nbytes(form, elements, pieces) for form in forms])
 
 
 def _stream_nbytes(form: StateForm, elements: int, pieces: Sequence[Piece]) -> int:
@@ -394,6 +405,7 @@ def state_layout(block: Block, state_names: tuple[str, ...], update_chunk: int, 
     needed = any(needs_master(p) for p in block.parameters)
     streams = with_masters(state_names, masters) if needed else state_names
     step, most = _step(state_names, masters), chunk_elements(update_chunk, state_names, masters)
+    forms = [form_of(stream) for stream in streams]
     whole = reach_of(state_names).takes_wholes
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
@@ -402,7 +414,7 @@ def state_layout(block: Block, state_names: tuple[str, ...], update_chunk: int, 
     def close() -> None:
         nonlocal end, filled
         if pieces:
-            nbytes = align(_chunk_nbytes(streams, filled, pieces), PAGE)
+            nbytes = align(_chunk_nbytes(forms, filled, pieces), PAGE)
             chunks.append(Chunk(end, filled, nbytes, tuple(pieces)))
             end += nbytes
         pieces.clear()

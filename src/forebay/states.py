@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from math import prod
 from types import MappingProxyType
 from typing import Literal, Protocol, get_args
@@ -213,6 +214,7 @@ class Masters(StrEnum):
     LOWER = "lower"
 
 
+@cache
 def form_of(state: str) -> StateForm:
     """How ``state`` lies. Raises ``ConfigError`` for a form that there is not."""
     _, _, form = state.partition(":")

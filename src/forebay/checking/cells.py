@@ -24,11 +24,11 @@ from forebay.arenas import UPDATE_CELLS
 from forebay.checking.order import Order
 from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
-from forebay.layout import LOWER, MASTER, PAGE, STATE_ITEMSIZE, Chunk, StateLayout, in_order, needs_master
+from forebay.layout import PAGE, STATE_ITEMSIZE, Chunk, StateLayout, in_order, needs_master
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
-from forebay.states import Masters, Reach, form_of, is_fp32, reach_of
+from forebay.states import Masters, Reach, form_of, is_fp32
 from forebay.timeline import Lane
 from forebay.trace import Parameter, Trace
 from forebay.workspaces import PART, PIECE
@@ -246,14 +246,12 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     states one parameter at a time: that, its update, and a line more than sums of rows and columns take; if they are
     not made at once, gradient, parameter and update of a part of it. With Muon, of a matrix, six bytes more for each
     element and four for each of a square, in four parts at their alignment."""
-    own = [state for state in layout.streams if state not in (MASTER, LOWER)]
-    reach = reach_of(own)
-    if reach.takes_wholes:
-        return max(_widened_whole(reach, piece.parameter, layout) for piece in chunk.pieces)
-    moments = [state for state in own if form_of(state).name != "scale"]
+    if layout.reach.takes_wholes:
+        return max(_widened_whole(layout.reach, piece.parameter, layout) for piece in chunk.pieces)
+    moments = [state for state in layout.own if form_of(state).name != "scale"]
     drawn = any(not p.parameter.master and p.parameter.dtype == "bfloat16" for p in chunk.pieces)
     largest = min(PIECE, max(p.stop - p.start for p in chunk.pieces))
-    if reach is Reach.PIECES:
+    if layout.reach is Reach.PIECES:
         return STATE_ITEMSIZE * (len(moments) + 4 + drawn) * largest
     copies = [(_copies(p.parameter, layout), p.stop - p.start) for p in chunk.pieces]
     every = sum(count * elements for count, elements in copies)
