@@ -114,7 +114,8 @@ class Reruns:
             self.end(index)
         remade = step.remade(visit)
         expected = self._again.get(visit, remade.start)
-        left_out = next((n for n in range(expected, op) if n not in self._named), None)
+        between = range(expected, op)  # mostly empty
+        left_out = next((n for n in between if n not in self._named), None) if between else None
         if backward not in self._live.partners.get(visit, frozenset()):
             text = f"op {op} ({step.op_name(op)}) is run again before op {next_op}, which is not its backward"
         elif op < expected:
@@ -126,7 +127,7 @@ class Reruns:
         elif left_out is not None:
             text = f"op {left_out} ({step.op_name(left_out)}) is left out of what is run again before op {next_op}"
         else:
-            for number in range(expected, op):
+            for number in between:
                 self._pass_over(number)
             if visit not in self._again:
                 self._live.expect_inputs(visit)

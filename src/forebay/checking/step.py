@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, final
 
 from forebay.memory import Kind
-from forebay.trace import NO_SAVES, Op, Parameter, Phase, Trace
+from forebay.trace import NO_SAVES, Op, Parameter, Phase, Trace, Visit
 from forebay.units import format_bytes
 
 __all__ = ["FlatOp", "Step"]
@@ -77,6 +77,7 @@ class Step:
         for inputs, visit in zip(self.inputs, trace.visits, strict=True):
             given = {self._root[visit.resolve(t)] for t in trace.segments[visit.segment].given}
             inputs.update(root for root in given if root >= self.sources)
+        self._remade = [self._saving(visit) for visit in trace.visits]
         self.with_gradient = {p: n for n, op in enumerate(self.ops) for p, _ in op.gradients}
         # Of every root that is a gradient: the last parameter whose gradient it is. And after which op it goes from
         # the account of the step: autograd may hand a gradient on as it is, to ops that read it later.
@@ -128,8 +129,11 @@ class Step:
 
     def remade(self, visit: int) -> range:
         """The ops of a forward visit that run again where it is recomputed: those before its last saved tensor."""
-        place = self.trace.visits[visit]
-        return range(place.first_op, place.first_op + max(0, self.trace.segments[place.segment].saves_until))
+        return self._remade[visit]
+
+    def _saving(self, visit: Visit) -> range:
+        """The ops of a visit before its last saved tensor."""
+        return range(visit.first_op, visit.first_op + max(0, self.trace.segments[visit.segment].saves_until))
 
     def last_op(self, visit: int) -> int:
         """The number of the last op of a visit."""
