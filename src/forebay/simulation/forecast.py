@@ -162,12 +162,13 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
         }
     moved = _moved(program)
     seconds = {lane: nbytes / rates[lane] if lane in rates else 0.0 for lane, nbytes in moved.items()}
-    updates = (a for a in program.actions if a.lane is Lane.UPDATE and a.step in program.settled)
+    settled = program.settled
+    updates = (a for a in program.actions if a.lane is Lane.UPDATE and a.step in settled)
     seconds[Lane.UPDATE] = sum(costs.update_seconds(a.block, a.nbytes) for a in updates) / program.round
     if machine.disk is not None and machine.disk.update_rate is None:
         # What goes to a process on the host that updates beside the storage goes from memory to memory.
         for action in program.actions:
-            if action.step in program.settled and action.lane in rates and is_copy_beside(action):
+            if action.step in settled and action.lane in rates and is_copy_beside(action):
                 seconds[action.lane] += (costs.action(action) - action.nbytes / rates[action.lane]) / program.round
     seconds[Lane.COMPUTE] += costs.arithmetic_seconds * program.micro_batches
     return seconds
