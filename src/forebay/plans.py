@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 from typing import Literal
@@ -109,7 +109,9 @@ class Placement:
 
     def updating(self, how: Update) -> Placement:
         """The same block, updated so."""
-        return self if self.update is how else replace(self, update=how)
+        if self.update is how:
+            return self
+        return Placement(self.block, self.parameters, self.gradients, self.states, how)
 
 
 def updated(placements: Iterable[Placement], how: Update) -> tuple[str, ...]:
