@@ -27,8 +27,7 @@ from forebay.loss import Loss, expect_loss
 from forebay.machine import Machine
 from forebay.opening import expect_no_inference, expect_pair, expect_trainable, limits_of, open_session
 from forebay.optim.reading import read_optimizer
-from forebay.planners import for_policy, make_plan
-from forebay.planners.room import leave_room
+from forebay.planners import make_plan, make_room
 from forebay.planning import problem_of
 from forebay.plans import Plan, Update, UpdateTime
 from forebay.profiler.batch import call_arguments
@@ -234,8 +233,7 @@ def plan(
     expect("crash_safe", crash_safe, bool, "True or False here: whether what is on disk has two places")
     copies = 2 if crash_safe else 1
     problem = problem_of(trace, machine, budget, compress, update, copies, checksums, accumulates=accumulates)
-    problem = for_policy(problem, policy)
-    room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
+    room = make_room(problem, policy, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     return with_figures(trace, machine, room.plan, liveness=room.bench.liveness, micro_batches=micro_batches)
 
 

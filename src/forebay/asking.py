@@ -19,8 +19,7 @@ from forebay.loss import Cut, Loss
 from forebay.memory import Tier
 from forebay.opening import limits_of
 from forebay.optim.reading import read_optimizer
-from forebay.planners import Bench, Problem, for_policy, make_plan
-from forebay.planners.room import leave_room
+from forebay.planners import Bench, Problem, make_plan, make_room
 from forebay.planning import choose_plan
 from forebay.plans import Plan, UpdateTime
 from forebay.profiler.as_compiled import as_compiled
@@ -116,7 +115,7 @@ class Asking:
             return make_plan(asked, self.policy, bench)
 
         try:
-            room = leave_room(for_policy(problem, self.policy), self.micro_batches, make)
+            room = make_room(problem, self.policy, self.micro_batches, make)
         except NoRoomTogether as refusal:
             raise refusal.having(settled(refusal.alone, benches[0], 1)) from None  # made first, with all the room
         return settled(room.plan, room.bench, self.micro_batches)

@@ -27,9 +27,9 @@ from forebay.lowering import device_bound, lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
 from forebay.phases import PhasePeaks, phases
-from forebay.planners import Bench, Problem, alternatives, for_policy, make_plan
+from forebay.planners import Bench, Problem, alternatives, make_plan, make_room
 from forebay.planners.parts import Draft, gives_up_nothing
-from forebay.planners.room import Room, leave_room
+from forebay.planners.room import Room
 from forebay.planners.speculation import second_copies
 from forebay.plans import Plan, Update, UpdateTime
 from forebay.reporting.forecast import AccumulationForecast, Alternative, PlanReport, StepForecast
@@ -112,14 +112,13 @@ def assess(
     with collector_paused():
         several = micro_batches > 1
         problem = problem_of(trace, machine, budget, compress, update, checksums=checksums, accumulates=several)
-        problem = for_policy(problem, policy)
         allowed = {tier: problem.limit(tier) for tier in Tier}
         if not machine.pinned_capacity:
             del allowed[Tier.PINNED]  # this device needs none
         notes = (*notes, *_less_than_allowed(budget, machine), *trace.notes)
         start = time.perf_counter()
         try:
-            room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
+            room = make_room(problem, policy, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
         except DoesNotFit as refusal:
             report = PlanReport(model, machine.name, policy, allowed, time.perf_counter() - start, notes=notes)
             return replace(report, alternatives=_nearest(refusal), reasons=(_why(refusal),))

@@ -238,16 +238,15 @@ def _candidate(
     trace: Trace, machine: Machine, budget: Budget, policy: str, micro_batches: int, update: UpdateTime
 ) -> tuple[Candidate, Plan | None]:
     from forebay.figures import with_figures
-    from forebay.planners import for_policy, make_plan
-    from forebay.planners.room import leave_room
+    from forebay.planners import make_plan, make_room
     from forebay.planning import predict, problem_of
     from forebay.simulation import by_turns, together
 
     # Each has benches of its own: what another policy has simulated on one would count as found by this one.
-    problem = for_policy(problem_of(trace, machine, budget, update=update, accumulates=micro_batches > 1), policy)
+    problem = problem_of(trace, machine, budget, update=update, accumulates=micro_batches > 1)
     start = time.perf_counter()
     try:
-        room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
+        room = make_room(problem, policy, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     except DoesNotFit as refusal:
         return Candidate(policy, budget.device, time.perf_counter() - start, reason=str(refusal)), None
     solved = time.perf_counter() - start

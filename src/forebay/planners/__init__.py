@@ -26,6 +26,7 @@ sweep              the answers for several budgets, beside each other
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from types import MappingProxyType
 
 from forebay.collector import collector_paused
@@ -41,9 +42,11 @@ from forebay.planners.parts import all_resident
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import bound_anew
+from forebay.planners.room import Make, Room, leave_room
 from forebay.planners.states import INEXACT, SEVERAL, STATES
 from forebay.planners.staying import expect_there, watched
 from forebay.plans import Plan
+from forebay.simulation import Costs
 from forebay.states import Masters
 
 __all__ = [
@@ -58,6 +61,7 @@ __all__ = [
     "alternatives",
     "for_policy",
     "make_plan",
+    "make_room",
 ]
 
 _OWN: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
@@ -72,6 +76,9 @@ _OWN: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
         "stream-recompute": stream_recompute,
     }
 )
+
+NOTABLE = 1 / 32
+"""Share of a step that updates with halves take longer, from which on a plan with whole masters is made too."""
 
 _STAYING = ("auto", "keep", "resident")
 """Those of them that keep on the device what it has room for, and run nothing again for what it has none for."""
@@ -112,6 +119,36 @@ def _stays(problem: Problem) -> bool:
     if problem.machine is None or problem.machine.device_kind == "cpu":
         return False
     return Bench(problem).fits_device(all_resident(problem.model))
+
+
+def make_room(problem: Problem, policy: str, micro_batches: int, make: Make) -> Room:
+    """The plan that ``make`` makes for ``problem`` under ``policy``, with room for ``micro_batches`` (``leave_room``),
+    and masters as ``for_policy`` has them. Where putting halves together makes a step notably longer on a device that
+    is not the host, a plan with whole ones is made, too, and the faster of the two is taken.
+
+    Raises what ``leave_room`` does, and ``ConfigError`` for an unknown name.
+    """
+    asked = for_policy(problem, policy)
+    room = leave_room(asked, micro_batches, make)
+    if asked.masters is problem.masters or policy not in _STAYING or not _halves_cost(room):
+        return room
+    try:
+        whole = leave_room(problem, micro_batches, make)
+    except DoesNotFit:
+        return room
+    return whole if (whole.plan.step_seconds or inf) < (room.plan.step_seconds or 0.0) else room
+
+
+def _halves_cost(room: Room) -> bool:
+    """Whether updates on the device of blocks that stay there, with their masters as halves, take a notable part of a
+    step longer than they would with whole ones."""
+    halves, seconds = room.bench.known.costs, room.plan.step_seconds
+    if halves is None or not seconds or halves.machine.device_kind == "cpu":
+        return False
+    whole = Costs(halves.trace, halves.machine, Masters.WHOLE)
+    staying = [halves.trace.model.block(p.block) for p in room.plan.placements if p.resident]
+    more, less = (sum(c.device_update_seconds(b.name, c.touched(b)) for b in staying) for c in (halves, whole))
+    return more - less > NOTABLE * seconds
 
 
 def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan:

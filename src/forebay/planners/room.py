@@ -17,7 +17,7 @@ from forebay.planners.shapes import least_device, levels
 from forebay.plans import Plan
 from forebay.units import format_apart, format_bytes
 
-__all__ = ["Room", "leave_room"]
+__all__ = ["Make", "Room", "leave_room"]
 
 Make = Callable[[Problem, Bench], Plan]
 """A planner with its name."""
