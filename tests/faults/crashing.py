@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, final
 
 from forebay.checkpoint.files import Files, SystemFiles
 
-__all__ = ["Counted", "Crash", "crash", "fail"]
+__all__ = ["At", "Counted", "Crash", "crash", "cut_power", "cut_power_behind_renames", "fail"]
 
 T = TypeVar("T")
 At = Callable[["Counted", str], None]
@@ -27,6 +29,25 @@ def crash(counted: Counted, operation: str) -> None:
     raise Crash(operation)
 
 
+def cut_power(counted: Counted, operation: str) -> None:
+    """The same, and of the names in a folder the disk has only what was synced: what is new is not there, what was
+    renamed is so no longer. What was removed is gone all the same: a file system may write names in any order."""
+    _lose(counted, operation, [*counted.made, *counted.renamed])
+
+
+def cut_power_behind_renames(counted: Counted, operation: str) -> None:
+    """The same, and of the names that are not synced the disk has those of renames, and none of what is new."""
+    _lose(counted, operation, counted.made)
+
+
+def _lose(counted: Counted, operation: str, changes: Sequence[Change]) -> None:
+    try:
+        crash(counted, operation)
+    finally:
+        for change in sorted(changes, key=lambda change: change.number, reverse=True):
+            change.undo()
+
+
 def fail(number: int) -> At:
     """An operation that fails once, with error ``number``."""
 
@@ -36,12 +57,28 @@ def fail(number: int) -> At:
     return at
 
 
+@dataclass(frozen=True)
+class Change:
+    """Of a name in ``folder``, by operation ``number``: the disk has it when the folder is synced."""
+
+    folder: Path
+    number: int
+    undo: Callable[[], object]
+
+
 @final
 class Counted(Files):
     """The operations of the system, of which the one numbered ``at`` (from 0) does ``what`` instead. ``free``: the
-    bytes that the disk is said to have."""
+    bytes that the disk is said to have. ``behind`` is a process that crashed before: what it has not synced is not on
+    the disk yet."""
 
-    def __init__(self, at: int | None = None, what: At | None = None, free: int | None = None) -> None:
+    def __init__(
+        self,
+        at: int | None = None,
+        what: At | None = None,
+        free: int | None = None,
+        behind: Counted | None = None,
+    ) -> None:
         self._system = SystemFiles()
         self._at = at
         self._what = what
@@ -49,6 +86,9 @@ class Counted(Files):
         self._paths: dict[int, Path] = {}
         self.done: list[str] = []
         self.unsynced: set[Path] = set()
+        # Names that no folder was synced behind: of what is new, and of what has another name.
+        self.made: list[Change] = [] if behind is None else behind.earlier(behind.made)
+        self.renamed: list[Change] = [] if behind is None else behind.earlier(behind.renamed)
         self.gone = False
 
     def _count(self, operation: str, run: Callable[[], T]) -> T:
@@ -59,13 +99,22 @@ class Counted(Files):
             self._what(self, operation)
         return run()
 
+    def _note(self, changes: list[Change], folder: Path, undo: Callable[[], object]) -> None:
+        changes.append(Change(folder, len(self.done), undo))
+
+    def earlier(self, changes: Sequence[Change]) -> list[Change]:
+        """``changes`` of this process as those of one before: all of them come before the first operation."""
+        return [replace(change, number=change.number - len(self.done)) for change in changes]
+
     def make_folder(self, path: Path) -> None:
         self._count("make_folder", lambda: self._system.make_folder(path))
+        self._note(self.made, path.parent, lambda: shutil.rmtree(path, ignore_errors=True))
 
     def create(self, path: Path) -> int:
         fd = self._count("create", lambda: self._system.create(path))
         self._paths[fd] = path
         self.unsynced.add(path)
+        self._note(self.made, path.parent, lambda: path.unlink(missing_ok=True))
         return fd
 
     def open(self, path: Path) -> int:
@@ -105,9 +154,22 @@ class Counted(Files):
 
     def sync_folder(self, path: Path) -> None:
         self._count("sync_folder", lambda: self._system.sync_folder(path))
+        self.made = [change for change in self.made if change.folder != path]
+        self.renamed = [change for change in self.renamed if change.folder != path]
 
     def replace(self, source: Path, target: Path) -> None:
-        self._count("replace", lambda: self._system.replace(source, target))
+        self._count("replace", lambda: self._replace(source, target))
+
+    def _replace(self, source: Path, target: Path) -> None:
+        was = target.read_bytes() if target.exists() else None
+        self._system.replace(source, target)
+
+        def undo() -> None:
+            target.replace(source)
+            if was is not None:
+                target.write_bytes(was)
+
+        self._note(self.renamed, target.parent, undo)
 
     def remove(self, path: Path) -> None:
         self._count("remove", lambda: self._system.remove(path))

@@ -18,7 +18,7 @@ from forebay.checkpoint.resuming import resume_checkpoint
 from forebay.checkpoint.saving import save_checkpoint
 from forebay.errors import DiskFull, ForebayError, StorageError
 from forebay.runtime.hooks import prepared_session
-from tests.faults.crashing import Counted, Crash, crash, fail
+from tests.faults.crashing import At, Counted, Crash, crash, cut_power, cut_power_behind_renames, fail
 from tests.faults.trained import AMPLE
 from tests.parity.content import content, expect_same
 
@@ -102,7 +102,8 @@ def operations(saves: Saves, where: Path) -> list[str]:
     return counted.done
 
 
-def test_a_crash_at_every_operation_leaves_a_whole_checkpoint(saves: Saves, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", [crash, cut_power, cut_power_behind_renames])
+def test_a_crash_at_every_operation_leaves_a_whole_checkpoint(saves: Saves, tmp_path: Path, what: At) -> None:
     order = operations(saves, tmp_path / "dry")
     assert saves.expect(tmp_path / "dry", {2}) == 2
     # Before the rename everything is synced, and the old generation goes behind it.
@@ -114,15 +115,37 @@ def test_a_crash_at_every_operation_leaves_a_whole_checkpoint(saves: Saves, tmp_
     for number, operation in enumerate(order):
         folder = saves.again(tmp_path / "folder")
         with pytest.raises(Crash):
-            saves.source.save(folder, Counted(number, crash), 2)
-        # The rename is what counts: a crash at it comes before it.
-        wanted = 1 if number <= renamed else 2
+            saves.source.save(folder, Counted(number, what), 2)
+        # The rename is what counts: a crash at it comes before it. To a disk it counts when it is synced.
+        wanted = 1 if number <= renamed + (what is cut_power) else 2
         assert saves.expect(folder, {wanted}) == wanted, (number, operation)
         if operation != order[number - 1]:
             # What was left behind is in nobody's way, and goes.
             saves.source.save(folder, SystemFiles(), 2)
             saves.expect(folder, {2})
             assert len(list(folder.iterdir())) == 2, (number, operation)
+
+
+def test_what_a_crash_has_left_is_on_the_disk_before_what_it_replaces_goes(saves: Saves, tmp_path: Path) -> None:
+    """The rename was made and not synced; the next save removes the old generation, and then the power goes."""
+    renamed = operations(saves, tmp_path / "dry").index("replace")
+
+    def next_save(at: int | None) -> tuple[Path, Counted]:
+        folder = saves.again(tmp_path / "folder")
+        crashed = Counted(renamed + 1, crash)
+        with pytest.raises(Crash):
+            saves.source.save(folder, crashed, 2)
+        return folder, Counted(at, cut_power, behind=crashed)
+
+    folder, whole = next_save(None)
+    saves.source.save(folder, whole, 2)
+    first = whole.done.index("remove")
+    assert first < whole.done.index("create")
+    for number in (first, first + 1):
+        folder, files = next_save(number)
+        with pytest.raises(Crash):
+            saves.source.save(folder, files, 2)
+        saves.expect(folder, {2})
 
 
 def test_the_first_checkpoint_of_a_folder_stands_or_does_not(saves: Saves, tmp_path: Path) -> None:
