@@ -43,9 +43,9 @@ def expect_no_transform(module: nn.Module | None = None) -> None:
         return
     called = "a prepared model" if module is None else f"a module of a prepared model ({type(module).__name__})"
     raise UsageError(
-        f"{called} is called inside of torch.func (vmap, grad, jvp, ...), which parameters that come and go do not pass "
-        f"through; use torch.func inside the forward of one module, on functions that call no other, or forebay.close() "
-        f"the model for this"
+        f"{called} is called inside of torch.func (vmap, grad, jvp, ...), which parameters that come and go do not "
+        f"pass through; use torch.func inside the forward of one module, on functions that call no other, or "
+        f"forebay.close() the model for this"
     )
 
 
