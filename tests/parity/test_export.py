@@ -240,7 +240,7 @@ def test_weights_older_than_the_last_steps_of_their_run_are_not_read(run: Path, 
         "verify": ("verify", run, *size),
         "train": ("train", "--model", run, "--data", tmp_path / "text.txt", "--device-memory", "64MiB", "--steps", 1),
         "plan": ("plan", run, "--device-memory", "64MiB", *size),
-        "compare": ("compare", run, "--devices", "64MiB", *size),
+        "compare": ("compare", run, "--budgets", "64MiB", *size),
     }
     words = f"the run in {run} has taken 1 of 2 steps, and its model is written when it ends; go on with"
     for name in ("verify", "train"):
