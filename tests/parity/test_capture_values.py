@@ -260,3 +260,14 @@ def test_integers_that_are_too_many_have_no_values(combine: Callable[..., torch.
 
     batch = {"ids": torch.ones(2, 4, dtype=torch.int64), "scale": torch.randn(2, 4)}
     assert traced_peak(capture(Asks(ask), batch).trace) > 1 << 48
+
+
+def test_integers_that_are_expanded() -> None:
+    """Positions, or a mask, of one sequence for all of them: their bytes are there once."""
+    positions = torch.arange(16)[None].expand(2, 16)
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril().expand(2, 1, 16, 16)
+    batch = {**tokens(0), "position_ids": positions, "attention_mask": mask}
+    trace = capture(LlamaForCausalLM(LlamaConfig(**SMALL)), batch, "adamw", "cpu").trace
+    named = {tensor.name: tensor.nbytes for tensor in trace.sources}
+    assert named["position_ids"] == positions.untyped_storage().nbytes() == 16 * 8
+    assert named["attention_mask"] == mask.untyped_storage().nbytes() == 16 * 16

@@ -322,8 +322,11 @@ class _Step:
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the step's device: an op in place must not reach what the caller owns."""
         with _disable_current_modes():
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
-            return made.copy_(tensor.detach())
+            # Of what is expanded (positions of one sequence for all) a single one: torch does not write to the others.
+            single = tensor.detach()[tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())]
+            made = torch.empty_strided(single.shape, single.stride(), dtype=tensor.dtype, device=self._device)
+            made.copy_(single)
+            return made if made.shape == tensor.shape else made.expand(tensor.shape)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Fake parameters and buffers by name, registered as sources in the order that the trace wants."""
