@@ -33,7 +33,8 @@ IN_EVALUATION: Final = (
 
 BESIDE: Final = (
     "the plan has room for this forward and its backward; where the loop keeps or makes something on the device beside "
-    "them (another model, copies of gradients), leave room for it with device_reserve"
+    "them (another model, copies of gradients, what a backward with retain_graph=True leaves), leave room for it with "
+    "device_reserve"
 )
 
 
