@@ -201,9 +201,9 @@ def test_no_step_takes_less_than_is_said(kind: str, bandwidth: float) -> None:
     drafts = [at_home(bench, draft) for draft in (*seeds(bench), *staying(bench))] + [everything]
     assert len({len(draft.resident) for draft in drafts}) > 1
     for draft in drafts:
-        assert 0 < bench.at_least(draft) <= bench.seconds(draft) * (1 + 1e-9)
+        assert 0 < bench.best_rates.step(draft) <= bench.seconds(draft) * (1 + 1e-9)
         more = ahead(bench, draft)
-        assert bench.at_least(draft) <= bench.at_least(more) <= bench.seconds(more) * (1 + 1e-9)
-    updates = bench.at_least(everything) - bench.computing(everything)
+        assert bench.best_rates.step(draft) <= bench.best_rates.step(more) <= bench.seconds(more) * (1 + 1e-9)
+    updates = bench.best_rates.step(everything) - bench.best_rates.computing(everything)
     touched = sum(bench.costs.touched(block) for block in bench.model.blocks)
     assert updates == pytest.approx(touched / bandwidth)

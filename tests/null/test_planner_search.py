@@ -96,7 +96,7 @@ def test_where_nothing_is_waited_for_fewer_blocks_stay(monkeypatch: pytest.Monke
     whole = Bench(asked(trace, on, device=ENOUGH))
     bench = Bench(asked(trace, on, device=int(0.9 * whole.device(all_resident(whole.model)))))
     full = filled(bench, streamed_through(bench, options(bench)[0], usual_window(bench)), Filling())
-    assert len(full.resident) == 9 and bench.seconds(full) == pytest.approx(bench.at_least(full))
+    assert len(full.resident) == 9 and bench.seconds(full) == pytest.approx(bench.best_rates.step(full))
     best = Search(bench, [KEPT], [[full]]).run(single_blocks=False)
     assert best is not None and not best.resident
     assert bench.seconds(best) < 0.8 * bench.seconds(full)

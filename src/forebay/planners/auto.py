@@ -110,7 +110,7 @@ def _opinions(bench: Bench) -> list[Draft]:
     found = [searched(bench, levels(bench), seeded=True)]
     for level in dict.fromkeys((KEPT, Level(bench.recomputable))):
         # What the level computes is the least of its steps, whatever is where.
-        if bench.computing(level) < judged(bench, found[0]) and anything_fits(bench, [level]):
+        if bench.best_rates.computing(level) < judged(bench, found[0]) and anything_fits(bench, [level]):
             best = Search(bench, [level]).run()
             found += [best] if best is not None else []
     return sorted(found, key=partial(judged, bench))

@@ -120,7 +120,7 @@ class _Search:
         bench, (now_ahead, now_there) = self._bench, numbers_of(best)
         more = with_numbers(bench, best.plain, now_ahead + ahead, now_there + there)
         enough = bench.seconds(best) * (1 - MORE_GAIN)
-        if more is None or bench.at_least(more) >= enough or not self._simulates(more):
+        if more is None or bench.best_rates.step(more) >= enough or not self._simulates(more):
             return None
         return more if bench.seconds(more) < enough and self._may_take(more) else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import final
@@ -15,15 +15,12 @@ from forebay.lowering.liveness import updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
-from forebay.planners.activations.groups import Use, groups_of
-from forebay.planners.activations.named import again_seconds, moved_nbytes
+from forebay.planners.activations.groups import groups_of
+from forebay.planners.best_rates import BestRates
 from forebay.planners.coarse import Coarseness
 from forebay.planners.known import Known
 from forebay.planners.parts import (
-    DEDICATED,
-    RESIDENT,
     Draft,
-    Level,
     delays,
     omissions,
     recomputable,
@@ -32,13 +29,12 @@ from forebay.planners.parts import (
     turns,
 )
 from forebay.planners.problem import Problem
-from forebay.plans import Placement, Plan, Streaming, Update, used_up
+from forebay.plans import Plan, Streaming, Update, used_up
 from forebay.program import Outline, Program, Sketch
 from forebay.simulation import Costs, Forecast, Score, pace, play, settled_seconds, summarise
 from forebay.states import state_changes
-from forebay.timeline import Lane, Timeline
+from forebay.timeline import Timeline
 from forebay.trace import Block
-from forebay.treatments import Fate
 
 __all__ = ["Bench"]
 
@@ -81,7 +77,6 @@ class Bench:
         self._exact: dict[Draft, Forecast] = {}
         self._proofs: dict[Draft, DoesNotFit | PlanInvalid | None] = {}
         self._latest: tuple[Draft, Program, Timeline] | None = None
-        self._op_seconds: float | None = None
         self._chain: Chain | None = None
         self._bound: float | None = None
         self._fingerprint = "" if problem.trace is None else problem.trace.fingerprint
@@ -124,10 +119,7 @@ class Bench:
 
     def sizer(self, update_chunk: int) -> Sizer:
         """The sizer for chunks of ``update_chunk`` elements."""
-        sizers = self.known.sizers
-        if update_chunk not in sizers:
-            sizers[update_chunk] = Sizer(self.model, self.problem.state_names, update_chunk, self.problem.masters)
-        return sizers[update_chunk]
+        return self.known.sizer(update_chunk)
 
     def arenas(self, draft: Draft) -> Arenas:
         """Bytes of every arena."""
@@ -342,78 +334,10 @@ class Bench:
         plain = (draft for draft in self._seconds if not any(p.update in other for p in draft.placements))
         return sorted(plain, key=self.seconds)[:count]
 
-    def at_least(self, draft: Draft) -> float:
-        """Seconds below which no step of ``draft`` can be: every lane at its best rate, with all others out of its
-        way. Costs no simulation."""
-        return max(self.lanes(draft).values())
-
-    def lanes(self, draft: Draft) -> Mapping[Lane, float]:
-        """Seconds that each lane works in a step of ``draft``, at its best rate and with all others out of its way; of
-        the disk those for states and activations that it takes in. Of every lane 0 where the machine is not known."""
-        machine = self.problem.machine
-        if machine is None:
-            return dict.fromkeys((Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE), 0.0)
-        sizer, there = self.sizer(draft.streaming.update_chunk), (Update.DEVICE, Update.STORAGE)
-        hosted = [(b, p) for b, p in zip(self.model.blocks, draft.placements, strict=True) if not p.resident]
-        states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted if p.update is not Update.STORAGE]
-        updated = [p for _, p in hosted if p.update not in there]
-        # A trained block comes at least once a step, because its update made what a slot holds stale.
-        trained = sum(b.nbytes for b, _ in hosted if b.gradient_nbytes)
-        gradients = sum(b.gradient_nbytes for b, _ in hosted)
-        moved = 0 if self.liveness is None else sum(moved_nbytes(self.liveness.index, draft.activations))
-        lanes = {
-            Lane.COMPUTE: self.computing(draft) + self.updating(draft),
-            Lane.H2D: (trained + moved) / machine.h2d.curve.best,
-            Lane.D2H: gradients / machine.d2h.curve.best + moved / machine.leaving.curve.best,
-            Lane.UPDATE: sum(self._updates_at_home.get(p.block, 0.0) * self._apart(p) for p in updated),
-        }
-        if machine.disk is not None:
-            written = sum(nbytes for nbytes, tier in states if tier is Tier.DISK)
-            if self.liveness is not None:
-                written += sum(moved_nbytes(self.liveness.index, draft.activations, (Fate.DISK,)))
-            lanes[Lane.DISK_READ] = written / machine.disk.read.curve.best
-            lanes[Lane.DISK_WRITE] = written / machine.disk.write.curve.best
-        return lanes
-
-    def computing(self, draft: Draft | Level) -> float:
-        """Seconds of the trace's ops and of those that run again, whatever is where."""
-        if self._op_seconds is None:
-            self._op_seconds = sum(self.costs.work(op.work).seconds for _, _, op in self.costs.trace.ops())
-        if self.liveness is None:
-            return self._op_seconds
-        return self._op_seconds + again_seconds(self.costs, self.liveness.index, draft.recompute, draft.activations)
-
-    @property
-    def forward(self) -> float:
-        """Seconds of compute in forward; 0 without a trace."""
-        return 0.0 if self.chain is None else self.chain.base.forward
-
-    def updating(self, draft: Draft) -> float:
-        """Seconds of compute that updates take of blocks that stay on the device."""
-        return sum(self._updates.get(block, 0.0) for block in draft.resident)
-
     @cached_property
-    def _updates(self) -> Mapping[str, float]:
-        """The same of each block, if it stays."""
-        return {block: use.backward for block, use in self._uses(RESIDENT)}
-
-    @cached_property
-    def _updates_at_home(self) -> Mapping[str, float]:
-        """Seconds of an update in place on the host, of each block."""
-        return {block: use.update for block, use in self._uses(DEDICATED)}
-
-    def _uses(self, tiers: tuple[Tier, Tier, Tier]) -> Iterator[tuple[str, Use]]:
-        """What each block costs that may be at home in ``tiers``; of none without a trace."""
-        for group in () if self.chain is None else self.chain.groups:
-            for home in group.homes:
-                if home.tiers == tiers:
-                    yield from ((block, home.use) for block in group.blocks)
-
-    def _apart(self, placement: Placement) -> float:
-        """How many times as long as in place an update on the host takes that is so."""
-        # What comes from disk and goes there is updated where it lies in between.
-        apart = placement.update is Update.AHEAD and not placement.on_disk
-        return self.costs.apart if apart else 1.0
+    def best_rates(self) -> BestRates:
+        """Seconds of work, every lane at its best rate."""
+        return BestRates(self.problem, self.known, self.chain)
 
     @property
     def chain(self) -> Chain | None:
@@ -444,6 +368,4 @@ class Bench:
     @property
     def costs(self) -> Costs:
         """Seconds of ops and actions. Raises ``ConfigError`` for a problem without a trace."""
-        if self.known.costs is None:
-            raise ConfigError("nothing can be simulated without a trace and a machine; give a batch")
-        return self.known.costs
+        return self.known.priced

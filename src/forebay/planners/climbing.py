@@ -53,7 +53,7 @@ def climbed(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Dra
             break
         drawn += 1
         other = climb.of(best)
-        if other is None or other in seen or not fits(bench, other) or bench.at_least(other) >= enough:
+        if other is None or other in seen or not fits(bench, other) or bench.best_rates.step(other) >= enough:
             continue
         seen.add(other)
         vain += 1

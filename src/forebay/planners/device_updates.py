@@ -62,7 +62,7 @@ def there(bench: Bench, draft: Draft) -> Draft:
     able = candidates(bench, draft)
     enough = bench.seconds(draft) * (1 - GAIN) if able else 0.0
     # What a step takes at least if no update on the host holds it up.
-    if not able or bench.at_least(draft.updating(Update.DEVICE, able)) > enough:
+    if not able or bench.best_rates.step(draft.updating(Update.DEVICE, able)) > enough:
         return draft
     # Where nothing is fetched ahead, compute would wait for all that updates bring: another base may gain.
     if bench.is_long and draft.streaming.prefetch_distance and _least(bench, draft) > enough:

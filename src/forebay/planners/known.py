@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import final
 
 from forebay.arenas import Arenas, Sizer
+from forebay.errors import ConfigError
 from forebay.lowering.liveness import Liveness
 from forebay.planners.activations.groups import Group
 from forebay.planners.in_backward import Early, Usable, searched
@@ -33,7 +34,8 @@ class Known:
         trace, machine = problem.trace, problem.machine
         self.liveness = None if trace is None else Liveness(trace)
         self.costs = None if trace is None or machine is None else Costs(trace, machine, problem.masters)
-        self.sizers: dict[int, Sizer] = {}
+        self._of = problem.model, problem.state_names, problem.masters
+        self._sizers: dict[int, Sizer] = {}
         self.arenas: dict[Draft, Arenas] = {}
         self.beside: dict[tuple[object, ...], int] = {}
         self.paced: dict[Draft, tuple[float, int]] = {}
@@ -47,6 +49,20 @@ class Known:
         if self.liveness is not None and problem.update == "backward":
             count = searched(problem) if slots is None else slots
             self.early = Early(self.liveness.trace, problem.masters, Usable.of(self.liveness), count)
+
+    @property
+    def priced(self) -> Costs:
+        """Seconds of ops and actions. Raises ``ConfigError`` for a problem without a trace."""
+        if self.costs is None:
+            raise ConfigError("nothing can be simulated without a trace and a machine; give a batch")
+        return self.costs
+
+    def sizer(self, update_chunk: int) -> Sizer:
+        """The sizer for chunks of ``update_chunk`` elements."""
+        if update_chunk not in self._sizers:
+            model, states, masters = self._of
+            self._sizers[update_chunk] = Sizer(model, states, update_chunk, masters)
+        return self._sizers[update_chunk]
 
     def keep(self, draft: Draft, program: Sketch, score: Score) -> None:
         """Notes the program of ``draft``, and forgets the oldest ones where they have too many actions together."""

@@ -167,7 +167,7 @@ class Search:
         if self._over or settled in self._settled:
             return
         self._settled.add(settled)
-        if self.bench.at_least(settled) > self._fastest * (1 + TIE):
+        if self.bench.best_rates.step(settled) > self._fastest * (1 + TIE):
             return
         seconds = judged(self.bench, settled)
         self._fastest = min(self._fastest, seconds)
@@ -243,7 +243,10 @@ class Search:
         before: Draft | None = None
         while self.best is not None and self.best is not before and self.best.resident:
             before, seconds = self.best, judged(self.bench, self.best)
-            if seconds > self.bench.at_least(before) * (1 + TIE) or self.bench.updating(before) < TIE * seconds:
+            if (
+                seconds > self.bench.best_rates.step(before) * (1 + TIE)
+                or self.bench.best_rates.updating(before) < TIE * seconds
+            ):
                 return
             level, half = on_host(self.bench, before).level, Filling(most=len(before.resident) // 2)
             self._through(self._slots_of_best(), before.streaming.gradient_window, level, half)

@@ -94,7 +94,7 @@ def ahead(bench: Bench, draft: Draft, *, rungs: int | None = None) -> Draft:
     around the one that backward has time for."""
     able = candidates(bench, draft)
     enough = bench.seconds(draft) * (1 - GAIN) if able else 0.0
-    if not able or bench.at_least(draft) > enough or (not bench.is_long and unhindered(bench, draft) > enough):
+    if not able or bench.best_rates.step(draft) > enough or (not bench.is_long and unhindered(bench, draft) > enough):
         return draft
     homes = {p.block: p for p in draft.placements}
     # Where the host has no room for the second copies of some, those of others may still go to disk.
@@ -129,7 +129,7 @@ def _usual(bench: Bench, draft: Draft, able: int) -> int:
     """How many of so many that are ``able`` the host updates while backward lasts. With more of them it is behind when
     forward begins, which waits for the first blocks then, whose gradients came last; with fewer forward waits for all
     the others."""
-    lanes, forward = bench.lanes(draft), bench.forward
+    lanes, forward = bench.best_rates.lanes(draft), bench.best_rates.forward
     updates = lanes[Lane.UPDATE]
     step = max(seconds for lane, seconds in lanes.items() if lane is not Lane.UPDATE)
     backward = step * (1 - forward / lanes[Lane.COMPUTE]) if lanes[Lane.COMPUTE] else 0.0
@@ -220,7 +220,7 @@ def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool], 
             if bench.spent(*began, SPENT):
                 break
             enough = bench.seconds(chosen) * (1 - MORE_GAIN)
-            if bench.at_least(other) >= enough or not fits(bench, other) or unhindered(bench, other) >= enough:
+            if bench.best_rates.step(other) >= enough or not fits(bench, other) or unhindered(bench, other) >= enough:
                 continue
             if not any(alike(bench, other, one, unhindered) for one in tried):
                 tried.append(other)
@@ -268,8 +268,10 @@ def _promising(bench: Bench, best: Draft) -> list[Draft]:
     in its way, where that would be shorter than the one of ``best``. What the search took for the fastest may have as
     many blocks on the device as the host's updates ask for, and compute all the more again."""
     enough = bench.seconds(best) * (1 - GAIN)
-    able = [draft for draft in bench.fastest(bench.simulated) if bench.at_least(draft) < enough and draft != best]
-    least = {draft: unhindered(bench, draft) for draft in sorted(able, key=bench.at_least)[:PROMISING]}
+    able = [
+        draft for draft in bench.fastest(bench.simulated) if bench.best_rates.step(draft) < enough and draft != best
+    ]
+    least = {draft: unhindered(bench, draft) for draft in sorted(able, key=bench.best_rates.step)[:PROMISING]}
     able = [draft for draft in least if least[draft] < enough]
     return sorted(able, key=lambda draft: least[draft] + bench.seconds(draft))[:OTHERS]
 

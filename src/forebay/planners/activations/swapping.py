@@ -45,7 +45,7 @@ def swapped(bench: Bench) -> Iterator[Draft]:
     without = {draft: home for draft, home in homes.items() if not bench.arenas(home).disk}
     best = inf
     for draft, home in (without or homes).items():
-        if bench.at_least(home) < best:
+        if bench.best_rates.step(home) < best:
             yield draft
             if bench.seconds(home) >= best:
                 break
