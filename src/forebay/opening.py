@@ -172,7 +172,9 @@ def open_session(
     attachment.hide_all()
     session.between_passes()
     attachment.at_end(refuse_steps(optimizer))
-    attachment.at_end(refuse_other_steps(session.names))
+    accept_others = refuse_other_steps(session.names, optimizer)
+    attachment.at_end(accept_others)
+    weakref.finalize(model, accept_others)
     return model, StreamedOptimizer(optimizer, session, session.names)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import forebay
 from forebay import optim
@@ -92,3 +94,12 @@ def test_parameters_that_stay_on_the_device_may_have_another() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1, foreach=True).step()
     assert not torch.equal(model.state_dict()["0.weight"], before)
     forebay.close(model)
+
+
+def test_a_model_that_is_dropped_leaves_no_hook_behind() -> None:
+    before = len(_global_optimizer_pre_hooks)
+    model, optimizer = prepared("stream")
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    del model, optimizer
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before

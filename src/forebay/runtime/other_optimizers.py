@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 
 import torch
@@ -14,15 +15,19 @@ from forebay.runtime.standins import is_stand_in
 __all__ = ["refuse_other_steps"]
 
 
-def refuse_other_steps(names: Mapping[int, str]) -> Callable[[], None]:
+def refuse_other_steps(names: Mapping[int, str], source: torch.optim.Optimizer) -> Callable[[], None]:
     """Has every optimizer but a prepared one raise ``ParameterReleased`` in place of a step over a parameter of
-    ``names`` (by ``id``) that has a gradient, and whose bytes are not on the device. Returns what ends that.
+    ``names`` (by ``id``) that has a gradient, and whose bytes are not on the device. ``source``, which was given to
+    prepare, refuses its steps by itself, with more to say (``refuse_steps``). Returns what ends that.
 
     Without it such a step ends in torch's words, of memory that several elements share. What has a prepared optimizer
-    inside is left alone: it steps that. Of a model that is dropped, and was not closed, it stays, and finds nothing.
+    inside is left alone: it steps that.
     """
+    given = weakref.ref(source)  # which has the parameters, and torch keeps this function for the whole process
 
     def refuse(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if optimizer is given():
+            return
         if any(isinstance(one, StreamedOptimizer) for one in (optimizer, *vars(optimizer).values())):
             return
         for group in optimizer.param_groups:
