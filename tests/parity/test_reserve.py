@@ -55,9 +55,7 @@ def test_a_plan_without_it_leaves_no_room_for_another_model() -> None:
     """The same budget, filled; then what the other makes is more than there is, and the error says what to do."""
     filled = program().replace('device_memory="24MiB", device_reserve="13MiB"', 'device_memory="11MiB"')
     names: dict[str, Any] = {}
-    with pytest.raises(
-        DeviceOutOfMemory, match=r"copies of gradients, .*\), leave room .* device_reserve"
-    ):
+    with pytest.raises(DeviceOutOfMemory, match=r"copies of gradients, .*\), leave room .* device_reserve"):
         run(filled, names)
     for name in ("generator", "discriminator"):
         forebay.close(names[name])
