@@ -38,7 +38,10 @@ from forebay.timeline import Timeline
 from forebay.trace import Footprint, Trace
 from forebay.units import format_apart, format_bytes, format_seconds
 
-__all__ = ["assess", "choose_plan", "choose_report", "problem_of"]
+__all__ = ["SEVERAL", "assess", "choose_plan", "choose_report", "problem_of"]
+
+SEVERAL = "a loop of several backwards a step (--accumulate; what forebay.prepare plans for unless accumulates=False)"
+"""What plans of one backward a step are not for, in words."""
 
 GROWS = 16
 """One part in so many is more than the need for memory grows by when pieces of a loss become as large as they are under
@@ -411,5 +414,4 @@ def _once(bench: Bench, plan: Plan) -> tuple[str, ...]:
     further = device_bound(bench.costs.trace, replace(plan, accumulates=True), liveness=bench.liveness) - plan.device
     if further * NOTABLE < plan.device:
         return ()
-    loop = "a loop of several backwards a step (--accumulate; what forebay.prepare plans for unless accumulates=False)"
-    return (f"{loop} takes {format_bytes(further)} more of the device: gradients that stay, beside all activations",)
+    return (f"{SEVERAL} takes {format_bytes(further)} more of the device: gradients that stay, beside all activations",)

@@ -56,6 +56,15 @@ def test_tables_without_json(paper: Path) -> None:
     assert all(policy in done.stdout for policy in ("auto", *STATES))
 
 
+@pytest.mark.parametrize(
+    ("more", "said"), [((), True), (("--accumulate", "2"), False), (("--update", "backward"), False)]
+)
+def test_the_foot_says_that_plans_are_for_one_backward_a_step(paper: Path, more: tuple[str, ...], said: bool) -> None:
+    done = invoke(paper, "--policies", "keep", "--budgets", "64MiB", *more)
+    assert done.exit_code == 0, done.output
+    assert ("a loop of several backwards a step" in " ".join(done.stdout.split())) is said
+
+
 def test_where_nothing_fits_the_answer_is_no(paper: Path) -> None:
     done = invoke(paper, "--policies", "states", "--budgets", "1KiB")
     assert done.exit_code == 1 and "Does not fit" in done.stdout and "Traceback" not in done.output

@@ -129,6 +129,7 @@ def compare(
     With ``measure`` each policy that fits is run here as well, one after the other; ``tell`` hears of each.
     Raises a ``UsageError`` for what cannot be used."""
     from forebay.cli.runfolder import expect_model
+    from forebay.planning import SEVERAL
     from forebay.recipes.tasks import sample
 
     expect_model(settings.model, weights=False)
@@ -157,7 +158,10 @@ def compare(
         run, unrun = trials.run, (why,) if why else ()
     many, update = settings.accumulate, settings.update
     candidates = compare_policies(captured.trace, on, asked, policies, many, run, tell, update)
-    return Comparison(f"{name} on {machine.name}", candidates, (*unrun, *notes, *timed, *captured.trace.notes))
+    # Updates in backward make one backward a step whatever the loop would do.
+    once = (f"{SEVERAL} may take more of the device than these do",) if many == 1 and update == "step" else ()
+    said = (*unrun, *once, *notes, *timed, *captured.trace.notes)
+    return Comparison(f"{name} on {machine.name}", candidates, said)
 
 
 def _of_everything(trace: Trace, machine: Machine) -> int:
