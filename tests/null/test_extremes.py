@@ -11,6 +11,7 @@ from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import Liveness, device_bound
 from forebay.phases import forward_peak
+from forebay.planners import make_plan
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft
 from forebay.plans import Placement, Plan, Streaming
@@ -28,7 +29,11 @@ SAVED, MORE, OUT, TEMPORARY = 1000, 400, 300, 700
 
 def chain(saved: int = SAVED, temporary: int = TEMPORARY) -> Trace:
     """Layers that keep ``saved`` bytes, and take ``temporary`` while they make ``OUT``."""
-    return chain_trace(BLOCKS, [Layer(b.name, (saved,), temporary, OUT) for b in BLOCKS])
+    return chain_trace(BLOCKS, layers_of(saved, temporary))
+
+
+def layers_of(saved: int, temporary: int = TEMPORARY) -> list[Layer]:
+    return [Layer(b.name, (saved,), temporary, OUT) for b in BLOCKS]
 
 
 def routed() -> Trace:
@@ -111,3 +116,20 @@ def test_an_extreme_is_the_same_step() -> None:
     other = chain_trace(BLOCKS[:2], [Layer(b.name) for b in BLOCKS[:2]])
     with pytest.raises(ConfigError, match="another model or batch"):
         replace(chain(), extremes=(other,))
+
+
+@pytest.mark.parametrize("policy", ["checkmate", "tsplit", "capuchin", "rotor"])
+def test_layers_that_may_run_twice_by_chance_run_again_as_a_whole(policy: str) -> None:
+    """Ops of a layer have no names where it has run without gradients before: nobody knows of which call they are. That
+    all of it runs again asks for none."""
+    trace = replace(chain(saved=8192), extremes=(chain_trace(BLOCKS, layers_of(8192), tried=True),))
+    wanted = asked(trace, machine(), device=1)
+    with pytest.raises(DoesNotFit) as refused:
+        make_plan(wanted, policy)
+    enough = replace(wanted, budget=replace(wanted.budget, device=refused.value.needed))
+    plan = make_plan(enough, policy)
+    check(trace, machine(), plan)
+    assert plan.recompute and not plan.activations
+    with pytest.raises(DoesNotFit) as all_kept:
+        make_plan(wanted, "vdnn-all")  # what has no name does not move
+    assert refused.value.needed + 2 * 8192 <= all_kept.value.needed

@@ -193,9 +193,11 @@ def chain_trace(
     device: str = "cuda",
     input_nbytes: int = 256,
     buffer_nbytes: int = 0,
+    tried: bool = False,
     **more: object,
 ) -> Trace:
-    """The step of ``layers`` (None: one per block) in a row, then a loss, then the same backwards.
+    """The step of ``layers`` (None: one per block) in a row, then a loss, then the same backwards. ``tried``: before
+    that all layers run once without gradients, one op each, and what the last one makes goes nowhere.
 
     Forward of a layer: one op per entry of ``saved``, which makes that activation from the one before it and from its
     share of the parameters (places j, j + n, j + 2n ... for op j of n); with ``temporary``, an op that makes that; the
@@ -214,6 +216,13 @@ def chain_trace(
     b = TraceBuilder(model, {"input_ids": input_nbytes}, {"buffer": buffer_nbytes} if buffer_nbytes else {})
     reads = [_read_by(model, b.ids, layer) for layer in chain]
     x, kept = b.ids["input_ids"], []
+    for number, layer in enumerate(chain if tried else ()):
+        v = b.begin(layer.block, Phase.FORWARD)
+        out = v.make("linear", [x, *(p for own in reads[number] for p in own)], layer.out)
+        v.drop(x, *([out] if number == len(chain) - 1 else []))
+        b.end(v)
+        x = out
+    x = b.ids["input_ids"]
     for layer, parameters in zip(chain, reads, strict=True):
         saved, out, place = _forward(b, layer, parameters, x)
         kept.append((x, saved, place))

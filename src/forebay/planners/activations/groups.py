@@ -176,16 +176,22 @@ class _Grouping:
     # Activations.
 
     def _visits(self, block: Block) -> Sequence[int]:
-        """The places of the visits that are the forward of ``block``; none where its ops have no names: it is not one
-        module, or not each visit is all of a call of that, in this trace or where it runs several times otherwise."""
+        """The places of the visits that are the forward of ``block``; none where each of them is not known to be all of
+        a call of its one module, nor where its ops have no names and it may not run again as a whole."""
         places = () if block.module is None else self._forward.get(block.name, ())
-        others = [(index, visits.get(block.name, ())) for index, visits in self._otherwise]
-        named = all(len(there) < 2 or index.are_calls(there) for index, there in others)
-        return places if named and self._index.are_calls(places) else ()
+        chooses = block.name in self._recomputable or self._is_named(block.name)
+        return places if chooses and self._index.are_calls(places) else ()
+
+    def _is_named(self, block: str) -> bool:
+        """Whether ops of ``block`` go by names however a step goes: where it runs several times by chance, each of
+        those has to be all of a call, too."""
+        others = [(index, visits.get(block, ())) for index, visits in self._otherwise]
+        return all(len(there) < 2 or index.are_calls(there) for index, there in others)
 
     def _activations(self, block: Block, arriving: int, source: object) -> object:
+        named = self._is_named(block.name)
         runs = tuple(
-            (self._trace.visits[place].segment, frozenset(self._index.named(place).items()))
+            (self._trace.visits[place].segment, frozenset(self._index.named(place).items() if named else ()))
             for place in self._visits(block)
         )
         return (runs, block.name in self._recomputable, arriving, source is not None) if runs else None
@@ -244,7 +250,7 @@ class _Grouping:
         """What a treatment calls op ``op`` of visit ``place``: the block has to recompute, or nothing may move that
         backward does not ask for."""
         visit = self._trace.visits[place]
-        if visit.block not in self._recomputable:
+        if visit.block not in self._recomputable or not self._is_named(visit.block):
             return None
         name = next((n for n, place_ in self._index.named(place).items() if place_ == op - visit.first_op), None)
         return None if name is None else (visit.block, *name)

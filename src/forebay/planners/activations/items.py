@@ -2,7 +2,9 @@
 where the user allows it, kept or moved as codes of fewer bits.
 
 All blocks that are alike share a segment of the trace and so their items. A block that a step runs several times (one
-that others share, an encoder of pairs) has those of all its runs together: a plan says the same of each.
+that others share, an encoder of pairs) has those of all its runs together: a plan says the same of each. Where ops have
+no names because a step may by chance run them once more without gradients, there are no items but what comes in: such
+a block is kept or runs again as a whole.
 """
 
 from __future__ import annotations
