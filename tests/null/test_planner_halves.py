@@ -9,13 +9,14 @@ import pytest
 from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.cli.compare import compare_policies
-from forebay.errors import ConfigError, PlanInvalid
+from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.layout import LOWER, MASTER, state_layout
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Kind, Tier
 from forebay.planners import Bench, Problem, for_policy, make_plan, make_room
 from forebay.planners.parts import Draft, all_resident
+from forebay.planners.room import Room
 from forebay.plans import Plan, Update
 from forebay.program import Verb
 from forebay.simulation import Costs, forecast, settled_seconds, simulate
@@ -129,6 +130,36 @@ def test_a_card_with_room_for_some_whole_masters_has_these_where_that_is_faster(
         assert seconds[-1] == min(make_plan(p, "auto").step_seconds for p in (asked_for, for_policy(asked_for, "auto")))
     assert kept == [Masters.LOWER, Masters.WHOLE, Masters.WHOLE]
     assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("policy", ["resident", "recompute"])
+def test_where_halves_take_more_than_whole_masters_these_fit(policy: str) -> None:
+    """All of a small block is put together at one time: 4 bytes an element, for the 2 that halves spare. What is
+    needed is what whole masters need, and enough."""
+    one = block("layers.0", *[((SIDE, SIDE), "bfloat16", True)] * EACH)
+    wanted = problem(chain_trace([one], [Layer(one.name, (64,), 0, 64)]), device=1, host=1)
+    with pytest.raises(DoesNotFit) as whole:
+        make_plan(wanted, policy)
+    with pytest.raises(DoesNotFit) as halves:
+        make_plan(wanted.with_halves(), policy)
+    with pytest.raises(DoesNotFit) as refused:
+        room_of(wanted, policy)
+    assert refused.value.needed == whole.value.needed < halves.value.needed
+    enough = replace(wanted, budget=replace(wanted.budget, device=refused.value.needed))
+    assert room_of(enough, policy).plan.device <= refused.value.needed
+
+
+def test_blocks_that_run_again_keep_whole_masters_where_putting_halves_together_takes_long() -> None:
+    trace, slow = network(), machine(compute=1e12)
+    wanted = problem(trace, slow, device=1 << 30)
+    whole, halves = make_plan(wanted, "recompute"), make_plan(wanted.with_halves(), "recompute")
+    assert whole.step_seconds is not None and halves.step_seconds is not None
+    assert whole.step_seconds < halves.step_seconds
+    assert room_of(wanted, "recompute").plan == whole
+
+
+def room_of(wanted: Problem, policy: str) -> Room:
+    return make_room(wanted, policy, 1, lambda asked, bench: make_plan(asked, policy, bench))
 
 
 def test_a_comparison_asks_what_a_plan_is_asked() -> None:

@@ -30,7 +30,7 @@ from math import inf
 from types import MappingProxyType
 
 from forebay.collector import collector_paused
-from forebay.errors import ConfigError, DoesNotFit
+from forebay.errors import CannotServe, ConfigError, DoesNotFit, NoRoomTogether
 from forebay.planners.activations.literature import LITERATURE
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
@@ -124,19 +124,39 @@ def _stays(problem: Problem) -> bool:
 def make_room(problem: Problem, policy: str, micro_batches: int, make: Make) -> Room:
     """The plan that ``make`` makes for ``problem`` under ``policy``, with room for ``micro_batches`` (``leave_room``),
     and masters as ``for_policy`` has them. Where putting halves together makes a step notably longer on a device that
-    is not the host, a plan with whole ones is made, too, and the faster of the two is taken.
+    is not the host, a plan with whole ones is made, too, and the faster of the two is taken. So it is where there is
+    none with halves: what updates on the device put together may take more than the other halves.
 
     Raises what ``leave_room`` does, and ``ConfigError`` for an unknown name.
     """
     asked = for_policy(problem, policy)
-    room = leave_room(asked, micro_batches, make)
-    if asked.masters is problem.masters or policy not in _STAYING or not _halves_cost(room):
+    halved = asked.masters is not problem.masters
+    try:
+        room = leave_room(asked, micro_batches, make)
+    except (CannotServe, NoRoomTogether):
+        raise
+    except DoesNotFit as refusal:
+        if not halved:
+            raise
+        return _with_whole(problem, micro_batches, make, refusal)
+    if not halved or not _halves_cost(room):
         return room
     try:
         whole = leave_room(problem, micro_batches, make)
     except DoesNotFit:
         return room
     return whole if (whole.plan.step_seconds or inf) < (room.plan.step_seconds or 0.0) else room
+
+
+def _with_whole(problem: Problem, micro_batches: int, make: Make, refusal: DoesNotFit) -> Room:
+    """The plan with whole masters where ``refusal`` is that of one with halves. Raises ``refusal`` where there is none
+    either, or what asks for less of the same tier."""
+    try:
+        return leave_room(problem, micro_batches, make)
+    except DoesNotFit as other:
+        if other.tier == refusal.tier and other.needed < refusal.needed:
+            raise
+    raise refusal
 
 
 def _halves_cost(room: Room) -> bool:
