@@ -242,3 +242,29 @@ def test_a_transform_of_torch_func_that_calls_no_module(policy: str) -> None:
     plain = Network(Computing)
     assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
     forebay.close(model)
+
+
+@pytest.mark.parametrize("policy", ["resident", "stream-recompute"])
+def test_a_trace_of_the_model_is_refused_and_leaves_it_as_it_is(policy: str) -> None:
+    model, optimizer = prepared(Network(), policy)
+    for trace in (torch.jit.trace, torch.export.export):
+        with pytest.raises(UsageError, match=r"a prepared model is traced .* forebay\.close\(\) this one first"):
+            trace(model, (batch(0),))
+    plain = Network()
+    assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    forebay.close(model)
+
+
+@pytest.mark.parametrize("policy", ["resident", "stream"])
+def test_a_parameter_put_in_the_place_of_another_is_the_one_that_is_saved(policy: str) -> None:
+    states = []
+    plain = Network()
+    for m, o in (prepared(Network(), policy), (plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))):
+        m.get_submodule("head").bias = nn.Parameter(torch.ones(plain.head.bias.shape))
+        train(m, o)
+        states.append({name: value.clone() for name, value in m.state_dict().items()})
+        if m is not plain:
+            forebay.close(m)
+    ours, theirs = states
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

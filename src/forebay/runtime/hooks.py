@@ -33,7 +33,7 @@ from forebay.runtime.forward_order import Passing
 from forebay.runtime.forward_writes import lost
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
-from forebay.runtime.passes import Pass, Running, calls_under_way, expect_no_transform, part_by_itself
+from forebay.runtime.passes import Pass, Running, calls_under_way, expect_no_trace, expect_no_transform, part_by_itself
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.saving_scope import Saves, SavingScope, quiet_blocks
@@ -270,8 +270,9 @@ class Attachment:
 
     def before_root(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """A pass begins, on the batch that ``args`` and ``kwargs`` are. Raises ``UsageError`` in the middle of one of
-        another thread, in the loop of another model, or inside of ``torch.func``."""
+        another thread, in the loop of another model, inside of ``torch.func``, or where the model is traced."""
         expect_no_transform()
+        expect_no_trace()
         root = self._root()
         with self._beginning:
             try:

@@ -18,7 +18,15 @@ from forebay.errors import UsageError
 from forebay.runtime.saving_scope import SavingScope
 from forebay.trace import Block
 
-__all__ = ["Pass", "Running", "argument_name", "calls_under_way", "expect_no_transform", "part_by_itself"]
+__all__ = [
+    "Pass",
+    "Running",
+    "argument_name",
+    "calls_under_way",
+    "expect_no_trace",
+    "expect_no_transform",
+    "part_by_itself",
+]
 
 
 def argument_name(path: KeyPath) -> str:
@@ -47,6 +55,17 @@ def expect_no_transform(module: nn.Module | None = None) -> None:
         f"pass through; use torch.func inside the forward of one module, on functions that call no other, or "
         f"forebay.close() the model for this"
     )
+
+
+def expect_no_trace() -> None:
+    """Raises ``UsageError`` where a prepared model is called to be written down as a graph: that would have parameters
+    in it as they are while they are on the device, and not as the next step makes them."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise UsageError(
+            "a prepared model is traced (torch.export, torch.jit.trace, torch.onnx), and its parameters come and go; "
+            "trace a model of its own that has load_state_dict(prepared.state_dict()), or forebay.close() this one "
+            "first"
+        )
 
 
 def calls_under_way(module: nn.Module | None, frame: FrameType | None) -> int:

@@ -54,7 +54,9 @@ class PlainNames:
     ) -> None:
         self._session.stepping.in_backward.expect_whole()
         for local, full in own.items():
-            if full in self._streamed and prefix + local in state:
+            # Else another parameter was put in its place since: that is an ordinary tensor, with a value of its own.
+            is_ours = module._parameters.get(local) is self._session.parameters[full]
+            if is_ours and full in self._streamed and prefix + local in state:
                 state[prefix + local] = self._exported(full, state)
 
     def _exported(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
