@@ -106,6 +106,24 @@ def test_several_forwards_of_a_loss() -> None:
     forebay.close(model)
 
 
+def test_a_block_that_runs_again_is_no_second_derivative() -> None:
+    """Running it again turns gradients on, which the error took for a backward with ``create_graph=True``."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(DoesNotFit) as refused:
+        forebay.prepare(*critic(), x, device_memory=1, device="cpu", policy="stream-recompute")
+    assert refused.value.needed is not None
+    least = refused.value.needed
+    model, _ = forebay.prepare(*critic(), x, device_memory=least, device="cpu", policy="stream-recompute")
+    loss = model(x).square().mean()
+    kept: list[torch.Tensor] = []
+    model.get_parameter("0.weight").register_hook(lambda gradient: kept.append(torch.cat([gradient] * 8)))
+    with pytest.raises(DeviceOutOfMemory) as error:
+        loss.backward()
+    assert BESIDE in str(error.value)
+    del error
+    forebay.close(model)
+
+
 def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A loss with the norm of its own gradient, as of a critic (Gulrajani et al., "Improved training of Wasserstein
     GANs", NeurIPS 2017, equation 3)."""

@@ -128,7 +128,9 @@ class Attachment:
         self._endings: list[Callable[[], None]] = []
         self._depth: dict[str, int] = {}
         self._unseen = session.saved.unseen
-        self._recomputation = Recomputation(session.saved, self._recompute, session.watch, session.stash)
+        self._recomputation = Recomputation(
+            session.saved, session.comes_to_block, self._recompute, session.watch, session.stash
+        )
         self._offloading = Offloading(session.saved, session.save_order)
         # Held while several passes take turns: one accumulation at a time.
         self.accumulating = threading.Lock()

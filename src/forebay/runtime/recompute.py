@@ -67,12 +67,16 @@ CACHES = frozenset({"layer_past", "past_key_value", "past_key_values"})
 class Recomputation:
     """The regions of one model whose activations are recomputed.
 
-    ``around`` is called in backward with the block's name and the function that computes it again. What named ops make
-    and stays on the device is told to ``watch``; ``mover`` takes what does not (None: it stays, too).
+    ``comes`` is called when backward asks for what a block saved, ``around`` with the block's name and the function
+    that computes it again. What named ops make and stays on the device is told to ``watch``; ``mover`` takes what does
+    not (None: it stays, too).
     """
 
-    def __init__(self, saved: SavedTensors, around: Around, watch: Watch, mover: Mover | None) -> None:
+    def __init__(
+        self, saved: SavedTensors, comes: Callable[[], None], around: Around, watch: Watch, mover: Mover | None
+    ) -> None:
         self._saved = saved
+        self._comes = comes
         self._around = around
         self._watch = watch
         self._mover = mover
@@ -171,7 +175,7 @@ class Recomputation:
         )
         next(checkpoint)
         try:
-            with _explained(choice.block, record, holders):
+            with _explained(choice.block, record, holders, self._comes):
                 yield from record.running()
             found.end()
             next(checkpoint, None)
@@ -199,9 +203,11 @@ class Recomputation:
 
 
 @contextmanager
-def _explained(block: str, record: Record, holders: list[weakref.ref[_Holder]]) -> Iterator[None]:
+def _explained(
+    block: str, record: Record, holders: list[weakref.ref[_Holder]], comes: Callable[[], None]
+) -> Iterator[None]:
     """The checkpoint's own saved-tensor hooks, with every save noted in ``record``, what stands for it in ``holders``,
-    and with errors for users."""
+    with ``comes`` called when one is asked for, and with errors for users."""
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def noted(tensor: torch.Tensor) -> Any:
@@ -211,6 +217,7 @@ def _explained(block: str, record: Record, holders: list[weakref.ref[_Holder]]) 
         return holder
 
     def explained(packed: Any) -> Any:
+        comes()  # here, where gradients are on only if backward is differentiated: around ``again`` they always are
         try:
             return unpack(packed)
         except CheckpointError as error:

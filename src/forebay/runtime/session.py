@@ -216,7 +216,6 @@ class Session:
 
     def recompute(self, block: str, again: Callable[[], None]) -> None:
         """Runs ``again``, the forward of ``block`` in backward."""
-        self._comes_to_block()
         self.measure.recompute(block)
         try:
             again()
@@ -234,13 +233,14 @@ class Session:
 
     def reached(self, block: str) -> None:
         """Backward has come to ``block``: it asks for what the forward has saved, or for a gradient of the result."""
-        self._comes_to_block()
+        self.comes_to_block()
         if self.measure.unpacked(block):
             since = self.measure.now()
             self.device.turn.offer()
             self.measure.waited(since)
 
-    def _comes_to_block(self) -> None:
+    def comes_to_block(self) -> None:
+        """Backward asks for something, in the mode that it runs in: what runs a block again turns gradients on."""
         self.enter_backward()
         if torch.is_grad_enabled():  # as only in a backward that is differentiated itself
             self.device.ledger.remark = DIFFERENTIATED
