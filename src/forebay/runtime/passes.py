@@ -60,7 +60,7 @@ def expect_no_transform(module: nn.Module | None = None) -> None:
 def expect_no_trace() -> None:
     """Raises ``UsageError`` where a prepared model is called to be written down as a graph: that would have parameters
     in it as they are while they are on the device, and not as the next step makes them."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
         raise UsageError(
             "a prepared model is traced (torch.export, torch.jit.trace, torch.onnx), and its parameters come and go; "
             "trace a model of its own that has load_state_dict(prepared.state_dict()), or forebay.close() this one "
