@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import itertools
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hypothesis import strategies as st
 from forebay.calls import Calls
 from forebay.errors import DiskFull, ForebayError, StorageError
 from forebay.memory import Ledger, Tier
+from forebay.tiers import kernel_queue
 from forebay.tiers.diskfile import DiskFile, DiskPolicy, Meter, TierFile
 from forebay.tiers.handed import hand_over, taken_over
 from forebay.tiers.io import Io, SystemIo
@@ -397,6 +399,45 @@ def test_a_signal_whose_handler_raises_nothing_is_not_seen(tmp_path: Path) -> No
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+@in_kernel
+def test_fewer_ended_than_were_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a signal comes when some are out: the others are waited for, and no more than those."""
+    asked: list[int] = []
+    call = kernel_queue._made
+
+    def one_at_a_time(libc: ctypes.CDLL, number: int, *arguments: Any) -> int:
+        if number != kernel_queue._system_calls()[3]:
+            return call(libc, number, *arguments)
+        context, least, _, *others = arguments
+        asked.append(least.value)
+        assert least.value + len(asked) <= 4, "more than are under way: it would never return"
+        return call(libc, number, context, ctypes.c_long(1), ctypes.c_long(1), *others)
+
+    monkeypatch.setattr(kernel_queue, "_made", one_at_a_time)
+    path, page = tmp_path / "file", memoryview(bytearray(PAGE))
+    path.write_bytes(bytes(PAGE))
+    queue = KernelQueue(3)
+    with path.open("rb") as file:
+        calls = [QueuedCall(number, "read", file.fileno(), page, 0) for number in range(3)]
+        assert queue.submit(calls) == 3
+        assert sorted(queue.wait(3)) == [(number, PAGE) for number in range(3)]
+    queue.close()
+    assert asked == [3, 2, 1]
+
+
+@in_kernel
+def test_a_forked_child_gives_no_queue_of_its_parent_back() -> None:
+    """The number of one that it has inherited may be that of one of its own."""
+    child = os.fork()
+    if child == 0:
+        queue = KernelQueue(1)
+        there, pid = kernel_queues(), os.getpid()
+        os.getpid = lambda: pid + 1
+        queue.close()
+        os._exit(0 if kernel_queues() == there else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @in_kernel

@@ -75,6 +75,17 @@ def test_o_direct_refused_at_open(tmp_path: Path, tiers: Tiers) -> None:
         round_trip(file, skew=1)
 
 
+def test_one_file_in_the_page_cache_is_enough_that_a_folder_is_not_past_it(tmp_path: Path, tiers: Tiers) -> None:
+    io = ScriptedIo(faults={("open_direct", 1): -errno.EINVAL})
+    with DiskFolder(tmp_path, ledger=tiers.disk, policy=SMALL, io=io) as folder:
+        first = folder.create("moments", PAGE)
+        if not first.direct:
+            pytest.skip("this file system refuses O_DIRECT")
+        assert folder.direct
+        second = folder.create("codes", PAGE)
+        assert first.direct and not second.direct and not folder.direct
+
+
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 @pytest.mark.parametrize("skew", [0, 64])
 def test_o_direct_refused_at_the_first_transfer(tmp_path: Path, tiers: Tiers, name: str, skew: int) -> None:
