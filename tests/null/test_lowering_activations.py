@@ -152,6 +152,20 @@ def test_a_reload_waits_for_its_offload_and_for_compute() -> None:
             computed = index
 
 
+@pytest.mark.parametrize("window", [0, 1 << 20])
+def test_what_comes_back_says_which_op_is_next(window: int) -> None:
+    """That before which backward begins, for what comes back ahead of who asks for it."""
+    trace = chain()
+    ran, found = 0, 0
+    for _, action in last_step(lower(trace, planned(trace, reload_window=window))):
+        if action.verb is Verb.COMPUTE:
+            ran = action.ops[1]
+        if action.verb is Verb.RELOAD:
+            assert action.ops == (ran, ran)
+            found += 1
+    assert found == 2 * N
+
+
 def readers(program: Program, trace: Trace) -> dict[int, int]:
     """Of every root that comes back the action that reads it first afterwards."""
     found: dict[int, int] = {}

@@ -132,6 +132,9 @@ def test_a_disk_that_takes_a_part_of_a_core_takes_it_from_who_computes_and_updat
     apart = Sharing(replace(MACHINE, disk=disk))
     assert apart.shares(compute_bit | reads)[::4][:2] == [1, 1] and apart.alone(crowds=False) & reads
     assert not sharing.alone(crowds=False) & reads
+    # Nor does it run ahead where the disk itself updates, and no thread copies for a process beside it.
+    within = Sharing(replace(MACHINE, shared_cores=1.0, disk=replace(disk, update_rate=1.0)))
+    assert not within.alone(crowds=False) & reads
 
 
 def test_updates_and_copies_share_host_memory() -> None:
@@ -146,6 +149,8 @@ def test_updates_and_copies_share_host_memory() -> None:
     assert spans(run(update(300), host_bandwidth=50.0), Lane.UPDATE) == [(0, 3)]
     # Copies among themselves have been measured together: duplex.
     assert spans(run(fetch(300), land(300), host_bandwidth=150.0), Lane.H2D) == [(0, 3)]
+    h2d, d2h = 2, 4
+    assert Sharing(replace(MACHINE, host_bandwidth=150.0)).crowded(h2d | d2h, 100.0, 100.0, 0.0)[1:3] == [1, 1]
 
 
 def test_every_transfer_pays_its_latency() -> None:
