@@ -19,6 +19,7 @@ from forebay.device.delays import RandomDelays
 from forebay.kernels.team import ALONE, Team
 from forebay.optim.scaling import Span, multiply
 from forebay.plans import Plan, Update
+from forebay.runtime.deferred import Deferred
 from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.landing import Landing
@@ -78,10 +79,10 @@ def buffer() -> Iterator[GradientBuffer]:
     device.close()
 
 
-def buffer_on(device: CpuDevice) -> GradientBuffer:
+def buffer_on(device: CpuDevice, deferred: Deferred | None = None) -> GradientBuffer:
     landing = Landing(device, 4096, torch.empty(360, dtype=torch.uint8), norms_ahead=True)
     spec = Parameter("weight", SHAPE, torch.empty(SHAPE).stride(), "float32", 240, 0, True)
-    return GradientBuffer(spec, torch.zeros(60), landing)
+    return GradientBuffer(spec, torch.zeros(60), landing, deferred)
 
 
 def random(seed: int) -> torch.Tensor:
@@ -100,6 +101,23 @@ def test_a_factor_waits_until_somebody_reads(buffer: GradientBuffer) -> None:
     buffer.land(random(1))  # what it was for is gone
     assert buffer.factor is None
     assert torch.equal(LandedGradient(buffer, torch.device("cpu")).value(), random(1))
+
+
+@pytest.mark.parametrize("change", ["land", "accumulate", "scale", "write"])
+def test_an_update_that_is_not_queued_yet_comes_before_what_changes_the_bytes(change: str) -> None:
+    device, deferred, seen = CpuDevice(), Deferred(), list[torch.Tensor]()
+    buffer = buffer_on(device, deferred)
+    buffer.land(random(0))
+    buffer.settle()
+    deferred.put(lambda: seen.append(buffer.whole.clone()))
+    {
+        "land": lambda: buffer.land(random(1)),
+        "accumulate": lambda: buffer.accumulate(random(1)),
+        "scale": lambda: buffer.scale(0.5),
+        "write": buffer.settle_for_write,
+    }[change]()
+    device.close()
+    assert len(seen) == 1 and torch.equal(seen[0], random(0))
 
 
 CHANGES: dict[str, Callable[[torch.Tensor, int], object]] = {

@@ -283,6 +283,7 @@ def test_a_run_of_clipped_steps_ends_it_for_a_while(run: Run) -> None:
 def test_a_policy_counts_steps(give_up: int, retry: int) -> None:
     with pytest.raises(ConfigError, match="1 step or more"):
         SpeculationPolicy(give_up, retry)
+    assert SpeculationPolicy(1, 1).retry == 1
 
 
 def test_gradients_that_are_only_read_are_no_reason_to_start_anew(run: Run) -> None:
