@@ -98,8 +98,5 @@ class Norms:
 
     def settle(self) -> None:
         """Waits until nothing reads the gradient any more."""
-        made = self._made
-        if made is not None and made.done is not None:
-            dependency_failure(made.done)
-        if self._made is made:
-            self._made = None  # after the wait: one that is interrupted is still to come
+        if self._made is not None and self._made.done is not None:
+            dependency_failure(self._made.done)

@@ -61,7 +61,6 @@ class Waiting:
             for buffer in state.gradients.values():
                 buffer.waiting = False
         self.begin_round()
-        self.end()
 
     def put(self, buffer: GradientBuffer) -> None:
         """A step has taken what has landed, and no update reads it yet: the next gradient is added to it."""
