@@ -11,11 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import forebay
+from benchmarks.fasthost.timed import plan_by_hand
 from forebay.device.delays import RandomDelays
 from forebay.errors import ConfigError
 from forebay.kernels.team import cores, cores_beside_compute
+from forebay.memory import Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import prepared_session
@@ -382,3 +385,30 @@ def test_a_slow_lane(lane: Lane, tmp_path: Path) -> None:
     plan, disk = speculating(NARROW, torch.float32, disk=True, host_slots=1), f"{tmp_path}:64MiB"
     delays = RandomDelays(seed=1, max_seconds=LATE, lanes=[lane])
     train(NARROW, torch.float32, delays, plan=plan, disk=disk).assert_equal(expected)
+
+
+def test_what_is_frozen_in_a_block_goes_along() -> None:
+    """Into the copy that becomes the current one, though no update makes it."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        for name in ("0.weight", "2.weight"):
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    model, reference = network(), network()
+    plan = plan_by_hand(model, states=Tier.HOST, overlap=True, speculate=("0", "2"), chunk=1 << 18)
+    given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    plain = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    model, optimizer = forebay.prepare(model, given, plan=plan, device_memory="64GiB", device="cpu")
+    for step in range(3):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+        for one, each in ((model, optimizer), (reference, plain)):
+            one(x).square().mean().backward()
+            each.step()
+            each.zero_grad()
+    assert counters(model)[1] == 6
+    values = forebay.parameters(model)
+    assert all(torch.equal(values[name], value) for name, value in reference.named_parameters())
+    forebay.close(model)
