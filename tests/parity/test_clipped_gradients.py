@@ -103,6 +103,14 @@ def test_a_factor_waits_until_somebody_reads(buffer: GradientBuffer) -> None:
     assert torch.equal(LandedGradient(buffer, torch.device("cpu")).value(), random(1))
 
 
+def test_of_what_is_used_up_nothing_has_landed(buffer: GradientBuffer) -> None:
+    """So that the next pass updates no parameter that has no gradient in it."""
+    buffer.land(random(0))
+    assert buffer.landings == 1
+    buffer.use_up()
+    assert buffer.landings == 0
+
+
 @pytest.mark.parametrize("change", ["land", "accumulate", "scale", "write"])
 def test_an_update_that_is_not_queued_yet_comes_before_what_changes_the_bytes(change: str) -> None:
     device, deferred, seen = CpuDevice(), Deferred(), list[torch.Tensor]()
