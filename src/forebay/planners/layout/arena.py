@@ -106,7 +106,7 @@ def _improvers(table: Table, aim: Aim, best: Found, drawings: Sequence[Improver]
     target, count = aim.target(best.height), len(table)
     if count > POOLED_MOST:
         return [Cores(table, best)]
-    pools = [Pools(table, best, aim)] if count <= POOLED_MOST else []
+    pools = [Pools(table, best, aim)]
     joined = [Multilevel(table, best, target, aim.deadline)] if table.aligned and count <= JOINED_MOST else []
     beams = [Beams(table, task_of(table), best, aim)] if count <= BEAM_MOST else []
     sweeps = [Sweeps(table, best, target)] if table.aligned and count <= SWEPT_MOST else []
