@@ -16,11 +16,11 @@ from forebay.memory import Kind
 from forebay.profiler.guesses import Guess
 from forebay.profiler.originals import Originals
 from forebay.profiler.parameter_uses import ParameterUses
+from forebay.profiler.position import Position, has_storage
 from forebay.profiler.roots import Handle, Root, Roots
 from forebay.profiler.run_again import RunAgain
 from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
-from forebay.profiler.whereabouts import Whereabouts, has_storage
 from forebay.profiler.work import Works, is_view, made_by, tensors_in
 from forebay.runtime.uncounted import updated_uncounted
 from forebay.trace import CONSTANT, Phase
@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
         self._quiet = False
         self.parameters = ParameterUses(self.roots)
         self.again = RunAgain()
-        self.at = Whereabouts(self.roots, self.parameters, self.again)
+        self.at = Position(self.roots, self.parameters, self.again)
         # Each with its root and torch's count of changes as it came.
         self._buffers: list[tuple[torch.Tensor, Root, int]] = []
         # By the number of their root: what was there before the step and ops have written to, what ops of the forward

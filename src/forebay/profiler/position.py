@@ -21,7 +21,7 @@ from forebay.runtime.passes import part_by_itself
 from forebay.runtime.recompute import CACHES
 from forebay.trace import Phase
 
-__all__ = ["Whereabouts", "has_storage"]
+__all__ = ["Position", "has_storage"]
 
 Place = tuple[str, int]
 """A block, and the number of the call of its module: what a checkpoint around the module would recompute as one."""
@@ -34,7 +34,7 @@ Saving = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 @final
-class Whereabouts:
+class Position:
     """Follows a step through the modules of its model. ``phase`` is the half of the step that runs."""
 
     def __init__(self, roots: Roots, parameters: ParameterUses, again: RunAgain) -> None:
