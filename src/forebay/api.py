@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from forebay.adoption import adopt_plan, expect_served
-from forebay.arguments import expect, expect_loss_fn, expect_records
+from forebay.arguments import expect, expect_folder, expect_loss_fn, expect_records
 from forebay.asking import Asking
 from forebay.budgets import Budget, Size, expect_disk
 from forebay.calls import CHECKSUMS
@@ -380,7 +380,7 @@ def load(model: nn.Module, folder: str) -> None:
     Raises ``ConfigError`` naming the first tensor that is missing or has another shape.
     """
     session = prepared_session(model)
-    expect("folder", folder, (str, os.PathLike), "the path of a folder with safetensors")
+    expect_folder(folder, "a folder with safetensors")
     fill_from_folder(session, model, folder)
 
 

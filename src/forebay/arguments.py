@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from forebay.machine import Machine
 from forebay.plans import Plan
 from forebay.trace import Trace
 
-__all__ = ["expect", "expect_loss_fn", "expect_records"]
+__all__ = ["expect", "expect_folder", "expect_loss_fn", "expect_records"]
 
 _RECORDS: Final[dict[str, tuple[type, str]]] = {
     "trace": (Trace, "forebay.Trace: forebay.profile(model, batch) makes one"),
@@ -35,6 +36,11 @@ def expect_records(**given: object) -> None:
     for name, value in given.items():
         kind, needed = _RECORDS[name]
         expect(name, value, kind, f"a {needed}")
+
+
+def expect_folder(folder: object, what: str) -> None:
+    """Raises ``UsageError`` where ``folder`` is no path; ``what`` says of which folder it is to be."""
+    expect("folder", folder, (str, os.PathLike), f"the path of {what}")
 
 
 def expect_loss_fn(given: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from forebay import api
-from forebay.arguments import expect
+from forebay.arguments import expect_folder
 from forebay.checkpoint.archive import write_archive
 from forebay.checkpoint.converted import as_filed
 from forebay.checkpoint.dcp import Later, write_dcp
@@ -60,7 +59,7 @@ def export(
     attachment = session_of(model)
     if attachment is None:
         raise ModelError("this model is not prepared; save it with its own save_pretrained or torch.save")
-    expect("folder", folder, (str, os.PathLike), "the path of a new folder")
+    expect_folder(folder, "a new folder")
     if layout not in LAYOUTS:
         raise ConfigError(f"there is no layout {layout!r}; layouts are {', '.join(LAYOUTS)}")
     if layout == "huggingface" and not is_pretrained(model):

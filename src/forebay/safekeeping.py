@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from forebay.arguments import expect
+from forebay.arguments import expect_folder
 from forebay.budgets import DiskBudget
 from forebay.checkpoint.files import SystemFiles, refused
 from forebay.checkpoint.generations import Generations
@@ -99,7 +99,7 @@ def resume(
 
 
 def _path_of(folder: str | os.PathLike[str]) -> Path:
-    expect("folder", folder, (str, os.PathLike), "the path of the folder of a checkpoint")
+    expect_folder(folder, "the folder of a checkpoint")
     return Path(folder)
 
 
