@@ -186,9 +186,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 f"{[len(g['params']) for g in self.param_groups]}"
             )
         states: dict[str, Mapping[str, torch.Tensor]] = {}
-        began = []
+        wanted, began = [], []
         for group, loaded in zip(self.param_groups, saved, strict=True):
             options = self._host.rule.loaded(group, loaded)
+            wanted.append(options)
             began.append(self._frozen(options))
             for key, parameter in zip(loaded["params"], group["params"], strict=True):
                 entry = state_dict["state"].get(key, {})
@@ -196,9 +197,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 check_states(name, self._host.parameter(name), entry, self._host.rule, options)
                 states[name] = entry
         self._host.write_states(states)
-        for group, loaded, options in zip(self.param_groups, saved, began, strict=True):
-            group.update(self._host.rule.loaded(group, loaded))
-            self._began[id(group)] = options
+        for group, options, frozen in zip(self.param_groups, wanted, began, strict=True):
+            group.update(options)
+            self._began[id(group)] = frozen
 
 
 def refuse_steps(source: torch.optim.Optimizer) -> Callable[[], None]:
