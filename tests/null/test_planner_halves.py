@@ -132,6 +132,30 @@ def test_a_card_with_room_for_some_whole_masters_has_these_where_that_is_faster(
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("compute", "bandwidth", "asks"), [(1e7, 3e8, [Masters.LOWER]), (1e8, 3e8, [Masters.LOWER, Masters.WHOLE])]
+)
+def test_whole_masters_are_not_planned_for_where_no_such_plan_can_be_faster(
+    compute: float, bandwidth: float, asks: list[Masters]
+) -> None:
+    """Only with halves does everything stay, beside a link that hardly moves. Putting them together takes a notable
+    part of both steps, but less than what is computed again without, in the first."""
+    trace, slow = network(), machine(compute=compute, h2d=1e4, d2h=1e4, update=1e4)
+    tight = problem(trace, replace(slow, device_bandwidth=bandwidth))
+    tight = replace(tight, budget=Budget(Bench(tight.with_halves()).device(all_resident(trace.model))))
+    asked_for = []
+
+    def make(wanted: Problem, bench: Bench) -> Plan:
+        asked_for.append(wanted.masters)
+        return make_plan(wanted, "auto", bench)
+
+    room = make_room(tight, "auto", 1, make)
+    assert asked_for == asks
+    assert room.plan == make_plan(tight.with_halves(), "auto")
+    whole = make_plan(tight, "auto").step_seconds
+    assert room.plan.step_seconds is not None and whole is not None and room.plan.step_seconds < whole
+
+
 @pytest.mark.parametrize("policy", ["resident", "recompute"])
 def test_where_halves_take_more_than_whole_masters_these_fit(policy: str) -> None:
     """All of a small block is put together at one time: 4 bytes an element, for the 2 that halves spare. What is

@@ -124,8 +124,9 @@ def _stays(problem: Problem) -> bool:
 def make_room(problem: Problem, policy: str, micro_batches: int, make: Make) -> Room:
     """The plan that ``make`` makes for ``problem`` under ``policy``, with room for ``micro_batches`` (``leave_room``),
     and masters as ``for_policy`` has them. Where putting halves together makes a step notably longer on a device that
-    is not the host, a plan with whole ones is made, too, and the faster of the two is taken. So it is where there is
-    none with halves: what updates on the device put together may take more than the other halves.
+    is not the host, and one with whole ones may be shorter, a plan with these is made, too, and the faster of the two
+    is taken. So it is where there is none with halves: what updates on the device put together may take more than the
+    other halves.
 
     Raises what ``leave_room`` does, and ``ConfigError`` for an unknown name.
     """
@@ -139,7 +140,7 @@ def make_room(problem: Problem, policy: str, micro_batches: int, make: Make) -> 
         if not halved:
             raise
         return _with_whole(problem, micro_batches, make, refusal)
-    if not halved or not _halves_cost(room):
+    if not halved or not _halves_cost(room) or not _may_be_faster(problem, room):
         return room
     try:
         whole = leave_room(problem, micro_batches, make)
@@ -169,6 +170,12 @@ def _halves_cost(room: Room) -> bool:
     staying = [halves.trace.model.block(p.block) for p in room.plan.placements if p.resident]
     more, less = (sum(c.device_update_seconds(b.name, c.touched(b)) for b in staying) for c in (halves, whole))
     return more - less > NOTABLE * seconds
+
+
+def _may_be_faster(problem: Problem, room: Room) -> bool:
+    """Whether the bound below which no step is under ``problem`` is below the step of ``room``. It costs a small part
+    of what a plan does."""
+    return Bench(problem).bound < (room.plan.step_seconds or 0.0)
 
 
 def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan:
