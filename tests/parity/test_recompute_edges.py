@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import forebay
 from forebay.errors import ConfigError, ModelError
@@ -302,6 +302,42 @@ def test_a_cache_is_the_one_before_the_layer_ran() -> None:
     output["loss"].backward()
     assert output.past_key_values.get_seq_length() == 16
     forebay.close(model)
+
+
+def rows_of_eight(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(step))}
+
+
+class Appending(nn.Module):
+    """Reads what it has appended to a cache, which it calls as it likes."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.linear = place, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, remembered: DynamicCache) -> torch.Tensor:
+        keys, values = remembered.update(self.linear(x)[None, None], x[None, None], self.place)
+        return x + (keys.sum(-2) * values.sum(-2))[0, 0]
+
+
+class WithCache(nn.Module):
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        self.layers, self.by_name = nn.ModuleList(map(Appending, range(3))), by_name
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        cache = DynamicCache()
+        for layer in self.layers:
+            x = layer(x, remembered=cache) if self.by_name else layer(x, cache)
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_cache_is_known_by_its_class(by_name: bool) -> None:
+    """The argument is ``past_key_values`` in some releases of transformers and ``cache`` in others."""
+    case = Case(partial(WithCache, by_name=by_name), rows_of_eight)
+    plan = plan_for(case, torch.float32, [f"layers.{i}" for i in range(3)], resident=False)
+    forebay.close(assert_same_training(case, torch.float32, plan=plan, device_memory=AMPLE, device="cpu"))
 
 
 def sliding() -> nn.Module:

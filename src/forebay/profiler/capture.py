@@ -276,7 +276,8 @@ class _Step:
                 self.recorder.refuse_reads(tensor, NO_LOGITS)
 
     def _see(self, model: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Mapping) and output.get("past_key_values") is not None:
+        # Looked through, not asked: transformers warns whoever asks for the other of the two names.
+        if isinstance(output, Mapping) and any(n in remarks.CACHES and c is not None for n, c in output.items()):
             self.remarks[remarks.KEEPS_CACHE] = None
 
     def _recorded(self, losing: Losing, args: Any, kwargs: Any) -> None:

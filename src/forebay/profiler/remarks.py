@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["KEEPS_CACHE", "NO_CARD", "SUMMED", "once_only"]
+__all__ = ["CACHES", "KEEPS_CACHE", "NO_CARD", "SUMMED", "once_only"]
 
 NO_CARD = "recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less"
 
+CACHES = ("past_key_values", "cache")
+"""What transformers has called the keys and values of all layers in a model's output; the second since 5.24."""
+
 KEEPS_CACHE = (
-    "the model's output holds the keys and values of all layers, for generation (past_key_values); in training nothing "
-    "reads them: give use_cache=False with the batch"
+    "the model's output holds the keys and values of all layers, for generation; in training nothing reads them: give "
+    "use_cache=False with the batch"
 )
 
 SUMMED = (

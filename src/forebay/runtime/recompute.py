@@ -60,7 +60,11 @@ Around = Callable[[str, Callable[[], Any]], None]
 Region = Generator[None, None, None]
 
 CACHES = frozenset({"layer_past", "past_key_value", "past_key_values"})
-"""Arguments that a layer's forward changes: it appends its keys and values to them."""
+"""Arguments that a layer's forward changes: it appends its keys and values to them. So it does with a cache of
+transformers' own (``CACHE``), by whatever name it is called: that is another from one release to the next."""
+
+CACHE = "transformers.cache_utils", "Cache"
+"""Module and name of the class that all of these are of. It is not imported: models need no transformers."""
 
 
 @final
@@ -313,13 +317,13 @@ class _Weaken(TorchFunctionMode):
 
 def _rewindable(args: Any, kwargs: Any, caches: Mapping[str, int]) -> tuple[Any, Any]:
     """The arguments, with a ``_Cache`` in the place of every cache."""
-    held, named = list(args), dict(kwargs)
-    for name, place in caches.items():
-        if name in named:
-            named[name] = _remember(named[name])
-        elif place < len(held):
-            held[place] = _remember(held[place])
-    return tuple(held), named
+    places = set(caches.values())
+    held = tuple(_remember(a) if place in places or _is_cache(a) else a for place, a in enumerate(args))
+    return held, {name: _remember(a) if name in caches or _is_cache(a) else a for name, a in kwargs.items()}
+
+
+def _is_cache(value: object) -> bool:
+    return any((kind.__module__, kind.__name__) == CACHE for kind in type(value).__mro__)
 
 
 def _remember(value: object) -> object:
