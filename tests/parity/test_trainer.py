@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,9 @@ from forebay.reporting.run import RunReport
 
 BUDGET = "1280KiB"
 """Of device memory: parameters, gradients and states of the model take 2.4 MiB."""
+
+STREAMED = Memory(BUDGET, policy="stream-recompute")
+"""What is asked for where it does not matter which plan there is: of a policy that searches for nothing."""
 
 
 def model() -> LlamaForCausalLM:
@@ -189,7 +193,7 @@ def test_what_it_saves_is_loaded_and_resumed(pair: Pair, tmp_path: Path, opened:
     loaded = LlamaForCausalLM.from_pretrained(last).state_dict()
     expected = weights(straight)
     assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
-    again = trainer(tmp_path / "run", Memory("2MiB"))
+    again = trainer(tmp_path / "run", replace(STREAMED, device_memory="2MiB"))
     opened.append(again)
     again.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert again.losses == straight.losses[4:]
@@ -197,7 +201,7 @@ def test_what_it_saves_is_loaded_and_resumed(pair: Pair, tmp_path: Path, opened:
 
 
 def test_the_example_draws_no_random_numbers(tmp_path: Path, opened: list[Noting]) -> None:
-    own = trainer(tmp_path / "own", Memory(BUDGET))
+    own = trainer(tmp_path / "own", STREAMED)
     opened.append(own)
     torch.manual_seed(5)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -221,12 +225,12 @@ def test_a_given_example_leaves_the_data_alone(tmp_path: Path, opened: list[Noti
     ids = torch.stack([row["input_ids"] for row in data(4)])
     example = {"input_ids": ids, "labels": ids}
     given = {"model": model(), "args": arguments(tmp_path), "train_dataset": Unread(), "eval_dataset": data(4)}
-    own = Planned(memory=Memory(BUDGET, example=example), **given)
+    own = Planned(memory=replace(STREAMED, example=example), **given)
     opened.append(own)
     own.create_optimizer()
     assert forebay.report(own.model).plan.fingerprint
     with pytest.raises(AssertionError, match="was read"):
-        Planned(memory=Memory(BUDGET), **given | {"model": model()}).create_optimizer()
+        Planned(memory=STREAMED, **given | {"model": model()}).create_optimizer()
 
 
 @pytest.mark.parametrize(
@@ -240,13 +244,13 @@ def test_a_given_example_leaves_the_data_alone(tmp_path: Path, opened: list[Noti
 )
 def test_arguments_that_are_not_served_are_refused_at_once(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        trainer(tmp_path, Memory(BUDGET), **more)
+        trainer(tmp_path, STREAMED, **more)
 
 
 def test_a_step_of_one_backward_is_trained_as_one(tmp_path: Path, opened: list[Noting]) -> None:
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2 beside Memory\(accumulates=False\)"):
-        trainer(tmp_path, Memory(BUDGET, accumulates=False))
-    own = trainer(tmp_path / "own", Memory(BUDGET), gradient_accumulation_steps=1)
+        trainer(tmp_path, replace(STREAMED, accumulates=False))
+    own = trainer(tmp_path / "own", STREAMED, gradient_accumulation_steps=1)
     opened.append(own)
     own.train()
     theirs = trainer(tmp_path / "theirs", None, gradient_accumulation_steps=1)
@@ -286,7 +290,7 @@ def test_gradients_used_up_in_backward(tmp_path: Path, opened: list[Noting], bud
 def test_what_a_plan_is_for_is_what_is_said_or_what_the_trainer_does(
     tmp_path: Path, opened: list[Noting], said: bool | None, passes: int, accumulates: bool
 ) -> None:
-    own = trainer(tmp_path, Memory(BUDGET, accumulates=said), gradient_accumulation_steps=passes)
+    own = trainer(tmp_path, replace(STREAMED, accumulates=said), gradient_accumulation_steps=passes)
     opened.append(own)
     own.create_optimizer()
     assert forebay.report(own.model).plan.accumulates is accumulates
@@ -307,7 +311,7 @@ def is_compiled(of: Noting) -> list[bool]:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_torch_compile_is_applied_to_each_block(tmp_path: Path, opened: list[Noting]) -> None:
     short = {"max_steps": 2, "eval_strategy": "no"}
-    own = trainer(tmp_path / "own", Memory(BUDGET), torch_compile=True, torch_compile_backend="eager", **short)
+    own = trainer(tmp_path / "own", STREAMED, torch_compile=True, torch_compile_backend="eager", **short)
     opened.append(own)
     own.train()
     assert is_compiled(own) == [False, True, True, True]
@@ -354,14 +358,14 @@ def test_too_small_a_budget_is_refused_before_the_first_step(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(pair: Pair, tmp_path: Path, opened: list[Noting]) -> None:
-    own = trainer(tmp_path, Memory(BUDGET))
+    own = trainer(tmp_path, STREAMED)
     opened.append(own)
     with pytest.raises(ConfigError, match="holds no optimizer states of forebay"):
         own.train(resume_from_checkpoint=str(pair.folder / "theirs" / "checkpoint-2"))
 
 
 def test_without_data_an_example_is_asked_for(tmp_path: Path) -> None:
-    alone = ForebayTrainer(model=model(), args=arguments(tmp_path), memory=Memory(BUDGET), eval_dataset=data(4))
+    alone = ForebayTrainer(model=model(), args=arguments(tmp_path), memory=STREAMED, eval_dataset=data(4))
     with pytest.raises(ConfigError, match="give Memory an example"):
         alone.evaluate()
     with pytest.raises(ModelError, match="train or evaluate first"):
