@@ -37,6 +37,15 @@ def _quick_collections() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def short_searches() -> Iterator[None]:
+    """Every phase of a search for a plan has a quarter of its simulations, which halves what the plan takes: for tests
+    that need a plan and not the best one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.planners.bench.SIMULATIONS", 10)
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is left out by default, and skips what cannot run here."""

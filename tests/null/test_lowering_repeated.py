@@ -20,6 +20,8 @@ from tests.null.on_device import cases_on_device
 from tests.null.planning import ENOUGH, asked, chain, lopsided, machine
 from tests.null.strategies import Case, cases
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 KINDS = {"hosted": cases, "ahead": cases_ahead, "on the device": cases_on_device, "at the storage": cases_at_storage}
 
 LOWERING = import_module("forebay.lowering.lower")

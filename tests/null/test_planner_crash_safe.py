@@ -18,6 +18,8 @@ from forebay.simulation import simulate
 from forebay.units import format_bytes
 from tests.null.planning import ENOUGH, asked, chain, machine
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 TRACE = chain(8, width=256)
 ON = machine(compute=1e8, h2d=1e9, d2h=1e9, disk=1e9, update=1e9)
 STATES = 2 * 4 * sum(p.numel for block in TRACE.model.blocks for p in block.parameters)

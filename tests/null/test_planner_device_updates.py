@@ -26,6 +26,8 @@ from forebay.plans import Plan, Update
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 N = 8
 ELEMENTS = 2 * 64 * 64
 CELL = 4 * 4 * ELEMENTS

@@ -23,6 +23,8 @@ from tests.null.passing import run_late
 from tests.null.planning import ENOUGH, asked, chain, lopsided, machine
 from tests.null.synthetic import block, problem
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 N = 12
 ELEMENTS = 2 * 64 * 64
 GRADIENTS = 4 * ELEMENTS

@@ -7,16 +7,10 @@ from collections.abc import Iterator
 import pytest
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
-from forebay.planners import bench
-
 
 @pytest.fixture(autouse=True, scope="module")
-def _short_searches() -> Iterator[None]:
-    """Plans run here, and what makes them fast is tested in ``tests/null``: so every phase of a search has a quarter of
-    its simulations, which halves the time of a plan. Those of commands in processes of their own have all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "SIMULATIONS", 10)
-        yield
+def _plans_are_run(short_searches: None) -> None:
+    """What makes plans fast is tested in ``tests/null``."""
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ is in training mode, within the budget in either, and left in the mode in which 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -47,15 +48,19 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def prepared(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """Within the least budget, which is the third."""
-    optimizer = adamw(model)
+@cache
+def least(make: Callable[[], nn.Module], *, training: bool) -> int:
+    """The least budget of the model."""
+    model = make().train(training)
     with pytest.raises(DoesNotFit) as refused:
-        forebay.prepare(model, optimizer, batch(), device_memory=4096, device="cpu")
+        forebay.prepare(model, adamw(model), batch(), device_memory=4096, device="cpu", loss="chunked")
     assert refused.value.needed is not None
     # The loop keeps the loss of the step before.
-    least = refused.value.needed + 4
-    return *forebay.prepare(model, optimizer, batch(), device_memory=least, device="cpu"), least
+    return refused.value.needed + 4
+
+
+def prepared(model: nn.Module, budget: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return forebay.prepare(model, adamw(model), batch(), device_memory=budget, device="cpu")
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> list[float]:
@@ -69,13 +74,13 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) ->
 def test_what_came_in_evaluation_mode_trains_in_either(make: Callable[[], nn.Module], *, training: bool) -> None:
     plain = make().train(training)
     expected = steps(plain, adamw(plain))
-    model, optimizer, least = prepared(make().eval())
+    model, optimizer = prepared(make().eval(), least(make, training=False))
     assert not any(module.training for module in model.modules())
     model.train(training)
     assert steps(model, optimizer) == expected
     report = forebay.report(model)
     assert report.plan.loss_piece > 0
-    assert report.timeline.peaks[Tier.DEVICE] <= least
+    assert report.timeline.peaks[Tier.DEVICE] <= least(make, training=False)
     values = model.state_dict()
     assert all(torch.equal(values[name], value) for name, value in plain.state_dict().items())
     forebay.close(model)
@@ -95,11 +100,12 @@ class Around(nn.Module):
 def test_a_model_around_one_that_came_in_evaluation_mode() -> None:
     plain = Around().train()
     expected = steps(plain, adamw(plain))
-    model, optimizer, least = prepared(Around())
+    budget = least(Around, training=True)
+    model, optimizer = prepared(Around(), budget)
     assert model.training and not any(module.training for module in model.inner.modules())
     model.train()
     assert steps(model, optimizer) == expected
-    assert forebay.report(model).timeline.peaks[Tier.DEVICE] <= least
+    assert forebay.report(model).timeline.peaks[Tier.DEVICE] <= budget
     forebay.close(model)
 
 
@@ -130,7 +136,7 @@ def test_modes_are_as_they_were() -> None:
 
 
 def test_a_plan_that_evaluation_mode_has_no_room_in_says_so() -> None:
-    model, optimizer, _ = prepared(llama().train())
+    model, optimizer = prepared(llama().train(), least(llama, training=True))
     steps(model, optimizer)
     model.eval()
     with pytest.raises(DeviceOutOfMemory, match=r"made for training mode.*call model\.train\(\) before forward"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,6 +67,7 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@cache
 def least() -> int:
     model = CASE.model(torch.float32)
     with pytest.raises(DoesNotFit) as refused:

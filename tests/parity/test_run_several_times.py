@@ -64,6 +64,7 @@ class Preferred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = llama()
+        del self.model.get_submodule("model.layers")[2:]  # type: ignore[attr-defined]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         better, worse = (self.model(ids, labels=ids).loss for ids in (input_ids, labels))
@@ -225,7 +226,12 @@ def least(case: Case, dtype: torch.dtype, policy: str) -> int:
     model = case.model(dtype)
     with pytest.raises(DoesNotFit) as refused:
         forebay.prepare(
-            model, torch.optim.AdamW(model.parameters()), case.inputs(0, dtype), device_memory=1, policy=policy
+            model,
+            torch.optim.AdamW(model.parameters()),
+            case.inputs(0, dtype),
+            device_memory=1,
+            policy=policy,
+            loss="plain",
         )
     return refused.value.needed
 
@@ -237,7 +243,7 @@ def test_within_the_least(name: str, dtype: torch.dtype) -> None:
     case, share = CASES[name]
     needed = least(case, dtype, "auto")
     assert needed < share * least(case, dtype, "keep")
-    model = assert_same_training(case, dtype, steps=2, device_memory=needed)
+    model = assert_same_training(case, dtype, steps=2, device_memory=needed, loss="plain")
     report = forebay.report(model)
     forebay.close(model)
     assert report.measured_peaks()[Tier.DEVICE] <= report.plan.device <= needed
@@ -249,7 +255,7 @@ def test_above_the_least(name: str, policy: str) -> None:
     """Where single ops are treated, too."""
     case, _ = CASES[name]
     needed = int(1.3 * least(case, torch.float32, policy))
-    model = assert_same_training(case, torch.float32, steps=2, device_memory=needed, policy=policy)
+    model = assert_same_training(case, torch.float32, steps=2, device_memory=needed, policy=policy, loss="plain")
     report = forebay.report(model)
     forebay.close(model)
     assert report.plan.recompute or report.plan.activations

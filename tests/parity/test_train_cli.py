@@ -38,6 +38,9 @@ from forebay.recipes import load_recipe  # noqa: E402
 from forebay.recipes.sources import ModelSource, build, find  # noqa: E402
 from forebay.units import parse_bytes  # noqa: E402
 
+STREAM = ("--policy", "stream")
+"""Of a policy that searches for nothing, where it does not matter which plan there is."""
+
 TEXT = "".join(f"{i} green bottles hanging on the wall, and if one should fall\n" for i in range(200))
 
 
@@ -77,7 +80,7 @@ def test_a_streamed_run_from_the_shell(tmp_path: Path, text: Path) -> None:
     config.write_text(f"model: {tmp_path / 'model.json'}\nsteps: 999\nseq: 32\nbatch: 2\nlr: 0.003\ndevice: cpu\n")
     command = [sys.executable, "-c", "from forebay.cli.main import main; main()", "train", config, "--data", text]
     command += ["--steps", "6", "--clip-norm", "1.0", "--device-memory", "8MiB"]
-    command += ["--host-memory", "14MiB", "--disk", f"{tmp_path / 'disk'}:24MiB", "--run", tmp_path / "run", "--json"]
+    command += ["--host-memory", "14MiB", "--disk", f"{tmp_path / 'disk'}:24MiB", "--run", tmp_path / "run", "--json", *STREAM]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -120,28 +123,28 @@ def test_the_table_closes_a_run(text: Path) -> None:
 def test_a_shell_may_expand_the_data_files(tmp_path: Path, text: Path) -> None:
     second = tmp_path / "more.txt"
     second.write_text(TEXT)
-    done = invoke(*QUICK, "--json", "--data", text, second)
+    done = invoke(*QUICK, *STREAM, "--json", "--data", text, second)
     assert done.exit_code == 0, done.stderr
     assert f"{2 * (len(TEXT) + 1) // 32 * 32 / 1000:.1f} k tokens" in done.stderr
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_does_not(text: Path) -> None:
-    one = train_tiny(text, "--steps", 3, "--device-memory", "16MiB", "--seed", 5)
-    two = train_tiny(text, "--steps", 3, "--device-memory", "16MiB", "--seed", 5)
-    other = train_tiny(text, "--steps", 3, "--device-memory", "16MiB", "--seed", 6)
+    one = train_tiny(text, "--steps", 3, "--device-memory", "16MiB", "--seed", 5, *STREAM)
+    two = train_tiny(text, "--steps", 3, "--device-memory", "16MiB", "--seed", 5, *STREAM)
+    other = train_tiny(text, "--steps", 3, "--device-memory", "16MiB", "--seed", 6, *STREAM)
     assert one["loss"] == two["loss"] != other["loss"]
 
 
 def test_streaming_does_not_change_the_losses(text: Path) -> None:
-    resident = train_tiny(text, "--steps", 4, "--device-memory", "16MiB")
-    streamed = train_tiny(text, "--steps", 4, "--device-memory", "2MiB")
+    resident = train_tiny(text, "--steps", 4, "--device-memory", "16MiB", "--policy", "resident")
+    streamed = train_tiny(text, "--steps", 4, "--device-memory", "2MiB", *STREAM)
     assert streamed["measured"]["peaks"]["host"] > resident["measured"]["peaks"]["host"]
     assert streamed["loss"] == resident["loss"]
 
 
 def test_training_goes_on_from_a_folder(tmp_path: Path, text: Path) -> None:
-    train_tiny(text, "--steps", 2, "--device-memory", "16MiB", "--run", tmp_path / "one")
-    common = ["--data", text, "--seq", 32, "--batch", 2, "--device", "cpu", "--device-memory", "2MiB"]
+    train_tiny(text, "--steps", 2, "--device-memory", "16MiB", "--run", tmp_path / "one", *STREAM)
+    common = ["--data", text, "--seq", 32, "--batch", 2, "--device", "cpu", "--device-memory", "2MiB", *STREAM]
     done = invoke("train", "--model", tmp_path / "one", *common, "--steps", 1, "--lr", 0, "--run", tmp_path / "two")
     assert done.exit_code == 0, done.stderr
     assert "weights from the folder" in done.stderr
@@ -303,7 +306,7 @@ def prepared() -> Iterator[Any]:
         model = build(source, dtype)
         batch = {"input_ids": torch.arange(32).view(2, 16), "labels": torch.arange(32).view(2, 16)}
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model, optimizer = forebay.prepare(model, optimizer, batch, device_memory="2MiB", device="cpu")
+        model, optimizer = forebay.prepare(model, optimizer, batch, device_memory="2MiB", device="cpu", policy="stream")
         models.append(model)
         forebay.initialize(model, 0)
         model(**batch).loss.backward()

@@ -28,12 +28,13 @@ def batch(sequences: int = 4, tokens: int = 32) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    """A model under the least budget for a batch of 4 by 32."""
+    """A model under the least budget of a policy for a batch of 4 by 32."""
     model = CASE.model(torch.float32)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepare = partial(forebay.prepare, model, optimizer, batch(), device="cpu", policy="stream")
     with pytest.raises(DoesNotFit) as refused:
-        forebay.prepare(model, optimizer, batch(), device_memory=1, device="cpu")
-    model, optimizer = forebay.prepare(model, optimizer, batch(), device_memory=refused.value.needed, device="cpu")
+        prepare(device_memory=1)
+    model, optimizer = prepare(device_memory=refused.value.needed)
     yield model, optimizer
     forebay.close(model)
 
@@ -245,9 +246,10 @@ def test_a_batch_with_padding() -> None:
     model = CASE.model(torch.float32)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     planned = batch() | {"attention_mask": whole}
+    prepare = partial(forebay.prepare, model, optimizer, planned, device="cpu", policy="stream")
     with pytest.raises(DoesNotFit) as refused:
-        forebay.prepare(model, optimizer, planned, device_memory=1, device="cpu")
-    model, optimizer = forebay.prepare(model, optimizer, planned, device_memory=refused.value.needed, device="cpu")
+        prepare(device_memory=1)
+    model, optimizer = prepare(device_memory=refused.value.needed)
     step(model, optimizer, **planned)
     said = refusal(model, planned | {"attention_mask": padded})
     assert "has attention_mask with padding, and the plan was made for attention_mask without" in said
