@@ -3,6 +3,7 @@ the host lies there all the same. ``meta`` stands for the card, of which no byte
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import forebay
 from tests.parity.content import content, expect_same
 from tests.parity.models import llama, tokens
 
-STEPS = 4
+STEPS = 3
 MAKERS = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True),
     "8bit": lambda m: forebay.optim.AdamW(m.parameters(), lr=1e-3, moments="8bit"),
@@ -47,10 +48,21 @@ def left(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, devic
     return found
 
 
-@pytest.mark.thinned(4)
-@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
-@pytest.mark.parametrize("policy", ["auto", "stream", "offload-all", "resident"])
-@pytest.mark.parametrize("name", MAKERS)
+EACH = [
+    ("adamw", "auto", True),
+    ("8bit", "offload-all", False),
+    ("rounded", "stream", True),
+    ("adafactor", "stream", False),
+    ("muon", "resident", False),
+]
+"""Every optimizer, policy and home."""
+
+ALL = itertools.product(MAKERS, ["auto", "stream", "offload-all", "resident"], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "disk"), [*EACH, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in EACH)]
+)
 def test_what_lies_on_the_host_lies_there(name: str, policy: str, disk: bool, tmp_path: Path) -> None:
     found = []
     for device in ("cpu", "meta"):
