@@ -80,16 +80,8 @@ def test_a_streamed_run_from_the_shell(tmp_path: Path, text: Path) -> None:
     config.write_text(f"model: {tmp_path / 'model.json'}\nsteps: 999\nseq: 32\nbatch: 2\nlr: 0.003\ndevice: cpu\n")
     command = [sys.executable, "-c", "from forebay.cli.main import main; main()", "train", config, "--data", text]
     command += ["--steps", "6", "--clip-norm", "1.0", "--device-memory", "8MiB"]
-    command += [
-        "--host-memory",
-        "14MiB",
-        "--disk",
-        f"{tmp_path / 'disk'}:24MiB",
-        "--run",
-        tmp_path / "run",
-        "--json",
-        *STREAM,
-    ]
+    command += ["--host-memory", "14MiB", "--disk", f"{tmp_path / 'disk'}:24MiB", *STREAM]
+    command += ["--run", tmp_path / "run", "--json"]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
