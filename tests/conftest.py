@@ -39,8 +39,8 @@ def _quick_collections() -> None:
 
 @pytest.fixture(scope="module")
 def short_searches() -> Iterator[None]:
-    """Every phase of a search for a plan has a quarter of its simulations, and the plan takes 0.5 to 0.8 of the time: for
-    tests that need a plan and not the best one."""
+    """Every phase of a search for a plan has a quarter of its simulations, and the plan takes 0.5 to 0.8 of the time:
+    for tests that need a plan and not the best one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forebay.planners.bench.SIMULATIONS", 10)
         yield
