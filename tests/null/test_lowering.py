@@ -103,6 +103,18 @@ def test_gradients_leave_the_device_when_they_have_landed() -> None:
     assert sum(c.nbytes for a in program.actions for c in a.changes) == 0
 
 
+def test_a_pass_begins_when_no_gradient_of_the_one_before_is_under_way() -> None:
+    """Whatever the window would let be: what a pass takes is worked out without any of those (``device_bound``)."""
+    program = lower(chain(), planned(chain(), slots=3, gradient_window=1 << 20), micro_batches=2)
+    landed, begun = -1, 0
+    for index, action in enumerate(program.actions):
+        if action.what == "forward 0" and landed >= 0:
+            assert landed in action.after
+            begun += 1
+        landed = index if action.lane is Lane.D2H else landed
+    assert begun == 2 * program.steps - 1
+
+
 def test_the_second_micro_batch_is_added() -> None:
     step = last_step(lower(chain(), planned(chain()), micro_batches=2))
     landed = [a for a in step if a.lane is Lane.D2H]
