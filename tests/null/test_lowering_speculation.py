@@ -23,6 +23,7 @@ from forebay.simulation import Costs, simulate
 from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from tests.null.at_storage import at_storage
 from tests.null.on_device import on_device
 from tests.null.strategies import plans, roomy, roomy_machine, traces
 from tests.null.synthetic import block
@@ -118,6 +119,15 @@ def test_every_chunk_is_written_once(drawn: tuple[Trace, Plan], micro_batches: i
             if placement.parameters is Tier.DISK:
                 assert found.pop((placement.block, -1, step, Verb.WRITE)) == 1
     assert not any(name in plan.updated(Update.AHEAD) for name, *_ in found)
+
+
+def test_a_chunk_without_a_gradient_goes_along_into_the_other_copy() -> None:
+    """In place nobody writes it."""
+    trace = chain_trace([block("b", *[((1024,), "float32", True)] * 2)], [Layer("b", reads=(0,))])
+    plan = roomy(trace)
+    plan = replace(plan, streaming=replace(plan.streaming, update_chunk=1024))
+    for one, chunks in ((plan, [0]), (speculating(trace, plan, frozenset("b")), [0, 1])):
+        assert [a.chunk for _, a in of(lower(trace, one, steps=1), Verb.UPDATE)] == chunks
 
 
 @settings(max_examples=25)
@@ -228,33 +238,43 @@ TOGETHER = (Verb.UPDATE, Verb.LOAD, Verb.STORE)
 
 def taken_together(actions: Sequence[Action]) -> list[list[int]]:
     """The numbers of actions that a sketch takes for one: updates of a block on the host, one behind the other, what
-    goes to a cell for one job, and what comes back."""
+    goes to a cell for one job, and what comes back; but nothing that is chosen first, nor what goes with that."""
     found: list[list[int]] = []
+    chosen = {(a.block, a.chunk) for a in actions if a.chosen_from}
     for number, action in enumerate(actions):
         before = actions[found[-1][-1]] if found else None
         alike = before is not None and all(
             getattr(before, name) == getattr(action, name) for name in ("lane", "verb", "block", "step")
         )
         whole = action.lane is Lane.UPDATE or (before is not None and before.chunk == action.chunk)
-        if alike and whole and action.verb in TOGETHER and action.lane is not Lane.DEVICE_UPDATE:
+        beside = action.lane in (Lane.DEVICE_UPDATE, Lane.STORAGE_UPDATE)
+        apart = beside or (action.verb is Verb.LOAD and (action.block, action.chunk) in chosen)
+        if alike and whole and action.verb in TOGETHER and not apart:
             found[-1].append(number)
         else:
             found.append([number])
     return found
 
 
-@pytest.mark.parametrize("way", [Update.AHEAD, Update.DEVICE])
-def test_a_sketch_has_the_actions_of_the_program(way: Update) -> None:
+@pytest.mark.parametrize(
+    ("way", "density"), [(Update.AHEAD, None), (Update.DEVICE, None), (Update.STORAGE, None), (Update.STORAGE, 0.01)]
+)
+def test_a_sketch_has_the_actions_of_the_program(way: Update, density: float | None) -> None:
     """In outline: whatever its seconds follow from, and of transfers and updates the block. What is one behind the
     other, for one job, is one action that begins when all of it may, and takes as long."""
-    trace = network()
-    plan = roomy(trace, slots=2)
+    trace = network("float32" if way is Update.STORAGE else "bfloat16")  # parameters go there, beside gradients
+    plan = roomy(trace, HOMES["states on disk" if way is Update.STORAGE else "host"], slots=2)
     plan = replace(plan, streaming=replace(plan.streaming, update_chunk=1024))
     blocks = frozenset({"b0", "b2"})
-    plan = speculating(trace, plan, blocks) if way is Update.AHEAD else on_device(trace, plan, blocks)
+    if way is Update.STORAGE:
+        # Settled: else the last step is the second once more, when not every cell had been used before.
+        streaming = replace(plan.streaming, overlap_update=False)
+        plan = at_storage(trace, replace(plan, streaming=streaming), blocks, density)
+    else:
+        plan = speculating(trace, plan, blocks) if way is Update.AHEAD else on_device(trace, plan, blocks)
     program, outline = lower(trace, plan), sketch(trace, plan)
     groups = taken_together(program.actions)
-    assert max(map(len, groups)) > 1
+    assert (max(map(len, groups)) > 1) is (density is None)
     assert len(groups) == len(outline.actions) and program.steps == outline.steps
     place = {number: index for index, group in enumerate(groups) for number in group}
     costs = Costs(trace, roomy_machine(), Masters.WHOLE)
