@@ -26,7 +26,8 @@ __all__ = ["BlockHome", "Homes"]
 
 @final
 class _Copy:
-    """One copy of a block's parameters and states: who wrote them last (states by chunk), who fetched from it last."""
+    """One copy of a block's parameters and states: who wrote them last (states by chunk, where that is not the order of
+    the update lane), who fetched from it last."""
 
     def __init__(self) -> None:
         self.written: Completion | None = None
@@ -186,7 +187,6 @@ class Homes:
             apart = into is not None and not (home.on_disk and home.stateless)
             pairs = zip(chunks, sizes, strict=True)
             read = done = self._recorder.add_updates(f"update {name}", name, waits.both, pairs, apart=apart)
-            target.states_written[chunks[-1]] = done
         target.written = done
         if staging is not None:
             target.written = staging.busy = self._write(home, f"write {name}", home_nbytes(home.block), -1, done)
@@ -200,7 +200,7 @@ class Homes:
         name, chunk, written = home.block.name, home.jobs[number], home.current.states_written
         what = f"states of {name} at {chunk.offset}"
         # Only of the same chunk: the next one is read while this one is written.
-        states = () if number not in written or not home.states_move else (written[number],)
+        states = (written[number],) if number in written else ()
         if home.states_on_disk:
             staging, busy = self._chunk_ring.take(chunk.nbytes)
             states = (self._read(home, f"read {what}", chunk.nbytes, number, (*busy, *states)),)

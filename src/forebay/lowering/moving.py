@@ -112,7 +112,6 @@ class Moving:
 
     def _decode(self, move: Move) -> None:
         """It is whole again: decoded to a storage of its own, or where its first part has come back to."""
-        self._recorder.mark()  # what was computed before has taken what it frees
         freed, self.freed = self.freed, []
         gone = sum(change.nbytes for change in freed)
         taken = 0 if move.codes is None else move.nbytes + _workspace(move)
