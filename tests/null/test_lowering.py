@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from forebay.checking import check
 from forebay.errors import ConfigError, DeviceOutOfMemory
 from forebay.lowering import Grain, device_bound, lower, sketch
+from forebay.lowering.recorder import Recorder
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Update
 from forebay.program import Action, Change, Program, Sketch, Verb
@@ -101,6 +102,18 @@ def test_gradients_leave_the_device_when_they_have_landed() -> None:
             assert action.nbytes == NBYTES
     assert gradient == 0
     assert sum(c.nbytes for a in program.actions for c in a.changes) == 0
+
+
+def test_compute_waits_once_and_for_the_last_of_what_it_is_held_for() -> None:
+    """In whatever order it is: of two on one lane the later one."""
+    recorder = Recorder(in_step_with_compute=False)
+    fetched = [recorder.add(Lane.H2D, Verb.FETCH, what) for what in "abc"]
+    for place in (1, 2, 0):
+        recorder.hold_compute(fetched[place])
+    for op in range(2):
+        what = f"forward {op}"
+        recorder.compute(what, "", (op, op + 1), recomputed=False, treated=False, uses=(), peak=0, changes=())
+    assert [action.after for action in recorder.actions[3:]] == [(2,), ()]
 
 
 def test_a_pass_begins_when_no_gradient_of_the_one_before_is_under_way() -> None:
