@@ -251,6 +251,52 @@ def test_what_is_changed_before_it_is_saved_leaves_as_it_is_then() -> None:
     forebay.close(model)
 
 
+class Squashed(nn.Module):
+    """Autograd saves what ops return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x).sigmoid()
+        return {"loss": x.mean()}
+
+
+@pytest.mark.parametrize("recompute", [(), ("layers.1",)], ids=["kept", "again"])
+def test_a_graph_without_a_backward_goes_with_its_loss(recompute: tuple[str, ...]) -> None:
+    """Nothing moves here. A node that had its own result by way of forebay's hooks would hold itself for good."""
+    model, device = Squashed(), CpuDevice(AMPLE)
+    plan = plan_of(find_blocks(model).model, recompute, resident=False)
+    prepared, _ = forebay.prepare(model, adamw(list(model.parameters())), plan=plan, device_memory=AMPLE, device=device)
+    standing = device.ledger.live
+    prepared(**batch(0))
+    assert device.ledger.live == standing
+    forebay.close(prepared)
+
+
+class Conjugated(nn.Module):
+    """What is saved are views of layers' results, as complex numbers, of which autograd conjugates (or negates) what it
+    reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        one, two = (torch.view_as_complex(layer(x).unflatten(-1, (16, 2))) for layer in self.layers)
+        return {"loss": (one.conj() * two).real.square().mean() + (two.conj().imag * one.real).mean()}
+
+
+def test_what_is_saved_conjugated_comes_back_so() -> None:
+    case = Case(Conjugated, batch)
+    plan = by_hand(case, "aten.addmm.default", 2**20)
+    model = assert_same_training(case, torch.float32, steps=2, plan=plan, device_memory=AMPLE, device="cpu")
+    assert len(moves(model, "offload")) == 2 * 4
+    forebay.close(model)
+
+
 def test_what_is_changed_after_it_was_saved_is_an_error_as_in_plain_pytorch() -> None:
     trial = Trial()
     outputs: list[torch.Tensor] = []
