@@ -19,7 +19,7 @@ from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.landing import Landing
 from forebay.runtime.norms import LEAST
 from forebay.timeline import Lane
-from tests.parity.test_gradients import spec
+from tests.parity.test_gradients import as_in_backward, spec
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ class Rig:
         self.buffer = GradientBuffer(described, torch.empty(like.numel(), dtype=like.dtype), landing)
 
     def land(self, gradient: torch.Tensor) -> LandedGradient:
-        self.buffer.land(gradient)
+        as_in_backward(lambda: self.buffer.land(gradient))
         return LandedGradient(self.buffer, CPU)
 
     def made(self) -> int:
