@@ -205,6 +205,19 @@ def test_loading_an_option_whose_state_was_not_planned_is_refused() -> None:
     forebay.close(model)
 
 
+def test_a_group_goes_on_as_what_is_loaded_into_it_did() -> None:
+    """With momentum, which with dampening it could not begin by itself any more."""
+    plain, (model, optimizer) = network(), prepared(lambda m: half_with_momentum(m, 0.5))
+    with_momentum = half_with_momentum(plain, 0.5)
+    in_last_group(momentum=0.9)(with_momentum)
+    step(plain, with_momentum)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(with_momentum.state_dict())
+    for _ in range(2):
+        assert step(model, optimizer) == step(plain, with_momentum)
+    forebay.close(model)
+
+
 def test_states_that_only_some_groups_have_are_loaded() -> None:
     """As a plain optimizer has them: none of those that a group does not ask for."""
     for kind, option in ((torch.optim.AdamW, "amsgrad"), (torch.optim.RMSprop, "centered")):
