@@ -57,7 +57,8 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(between: Between, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Losses and gradients of two steps with something between forward and backward, and the buffers behind them."""
+    """Losses and gradients of two steps with something between forward and backward, what modes that leaves and which
+    parameters train, and the buffers behind them."""
     torch.manual_seed(1)
     found = []
     for step in range(2):
@@ -65,6 +66,8 @@ def train(between: Between, model: nn.Module, optimizer: torch.optim.Optimizer) 
         between(model)
         loss.backward()
         found += [loss.detach(), *(p.grad.clone() + 0 for p in model.parameters() if p.grad is not None)]
+        found.append(torch.tensor([m.training for m in model.modules()]))
+        found.append(torch.tensor([p.requires_grad for p in model.parameters()]))
         model.train().requires_grad_(True)
         optimizer.step()
         optimizer.zero_grad()
