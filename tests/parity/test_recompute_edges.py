@@ -13,6 +13,7 @@ from torch import nn
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import forebay
+from forebay.device.cpu import CpuDevice
 from forebay.errors import ConfigError, ModelError
 from forebay.memory import Tier
 from forebay.runtime.blocks import find_blocks
@@ -419,3 +420,18 @@ def test_a_frozen_parameter_of_a_recomputed_block_may_leave_before_backward_read
         return found
 
     assert losses("stream-recompute") == losses("recompute") == losses(None)
+
+
+@pytest.mark.parametrize("last", ["up.weight", "down.bias"])
+def test_what_a_backward_made_again_and_did_not_ask_for_goes_with_its_end(last: str) -> None:
+    """And not with the graph, of which another backward may come."""
+    model, device = TOWER.model(torch.float32), CpuDevice(AMPLE)
+    plan, optimizer = plan_for(TOWER, torch.float32, LAYERS, resident=False), adamw(list(model.parameters()))
+    model, optimizer = forebay.prepare(model, optimizer, plan=plan, device_memory=AMPLE, device=device)
+    loss = model(**TOWER.inputs(0, torch.float32))["loss"]
+    before = device.ledger.live
+    for _ in range(2):
+        loss.backward(retain_graph=True, inputs=[model.get_parameter(f"layers.{DEPTH - 1}.{last}")])
+        forebay.synchronize(model)
+        assert device.ledger.live == before
+    forebay.close(model)
