@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 import forebay
 from forebay import optim
 from forebay.errors import OptimizerError
+from forebay.optim.streamed import frozen_group
 from forebay.plans import Plan
 from tests.parity.in_backward import in_backward
 from tests.parity.speculating import Run, speculating
@@ -216,6 +218,17 @@ def test_a_group_goes_on_as_what_is_loaded_into_it_did() -> None:
     for _ in range(2):
         assert step(model, optimizer) == step(plain, with_momentum)
     forebay.close(model)
+
+
+def test_what_a_step_takes_is_a_copy_of_its_group() -> None:
+    """A scheduler may change what the group has while the update is still queued. A learning rate in fp32 multiplies in
+    fp32, as it does in torch."""
+    group = {"params": [], "lr": torch.tensor(1e-2), "betas": [0.9, torch.tensor(0.95, dtype=torch.float64)]}
+    frozen: dict[str, Any] = frozen_group(group)
+    group["lr"].mul_(2)  # type: ignore[attr-defined]
+    group["betas"][0] = 0.5  # type: ignore[index]
+    assert frozen == {"lr": np.float32(1e-2), "betas": (0.9, 0.95)}
+    assert frozen["lr"] * 0.1 == np.float32(1e-2) * np.float32(0.1) != float(frozen["lr"]) * 0.1
 
 
 def test_states_that_only_some_groups_have_are_loaded() -> None:
