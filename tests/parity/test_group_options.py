@@ -220,6 +220,20 @@ def test_a_group_goes_on_as_what_is_loaded_into_it_did() -> None:
     forebay.close(model)
 
 
+def test_states_that_are_no_numbers_of_the_kind_are_refused() -> None:
+    """And nothing is loaded."""
+    model, optimizer = prepared(adamw)
+    step(model, optimizer)
+    saved = optimizer.state_dict()
+    other = optimizer.state_dict()
+    other["state"][0]["exp_avg"] = torch.zeros(WIDTH, WIDTH, dtype=torch.int64)
+    with pytest.raises(OptimizerError, match=r"the saved exp_avg of 0.weight has shape \(16, 16\) in int64"):
+        optimizer.load_state_dict(other)
+    for own, before in zip(optimizer.state_dict()["state"].values(), saved["state"].values(), strict=True):
+        assert all(torch.equal(own[name], before[name]) for name in before)
+    forebay.close(model)
+
+
 def test_what_a_step_takes_is_a_copy_of_its_group() -> None:
     """A scheduler may change what the group has while the update is still queued. A learning rate in fp32 multiplies in
     fp32, as it does in torch."""
