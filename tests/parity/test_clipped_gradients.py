@@ -103,6 +103,15 @@ def test_a_factor_waits_until_somebody_reads(buffer: GradientBuffer) -> None:
     assert torch.equal(LandedGradient(buffer, torch.device("cpu")).value(), random(1))
 
 
+def test_what_is_added_later_is_not_multiplied(buffer: GradientBuffer) -> None:
+    buffer.land(random(0))
+    gradient = LandedGradient(buffer, torch.device("cpu"))
+    gradient.mul_(0.3)
+    assert buffer.factor is not None
+    gradient.add_(random(1))
+    assert torch.equal(gradient.value(), random(0) * 0.3 + random(1))
+
+
 def test_of_what_is_used_up_nothing_has_landed(buffer: GradientBuffer) -> None:
     """So that the next pass updates no parameter that has no gradient in it."""
     buffer.land(random(0))
