@@ -6,6 +6,7 @@ optimizer's own state go through here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
@@ -52,6 +53,16 @@ class Contents:
         self._block_of = {p.name: b.name for b in model.blocks for p in b.parameters}
         self.spec_of = {p.name: p for b in model.blocks for p in b.parameters}
         self.unwritten = set[str]()
+        self._process = os.getpid()
+
+    def expect_here(self) -> None:
+        """Raises ``SessionClosed`` in a forked child: it has no threads, and no pages of an arena (``tiers.pages``)."""
+        if os.getpid() != self._process:
+            raise SessionClosed(
+                f"the model was prepared in process {self._process}, and its parameters are not in this one, which was "
+                f"forked from that; use it there, and give other processes copies that were made there, of what "
+                f"model.state_dict() has, say"
+            )
 
     def expect_written(self) -> None:
         """Raises ``SessionClosed`` while a parameter has no values."""
@@ -65,6 +76,7 @@ class Contents:
 
     def state(self, name: str) -> BlockState:
         """The block of a parameter: its homes and its gradients. Raises ``SessionClosed`` when these are gone."""
+        self.expect_here()
         state = self._store.blocks.get(self._block_of[name])
         if state is None:
             raise SessionClosed(f"the model was closed, and its parameters are its own again: read {name} there")
@@ -94,6 +106,7 @@ class Contents:
 
     def value(self, name: str) -> torch.Tensor:
         """A parameter in its own dtype, as it is at home: the bytes themselves unless they are on disk."""
+        self.expect_here()
         return alone(self._store.value(self._block_of[name], self.spec_of[name]))
 
     def gradient(self, name: str) -> torch.Tensor | None:

@@ -130,7 +130,8 @@ class Session:
         return self._whereabouts.phase
 
     def expect_open(self) -> None:
-        """Raises ``SessionClosed`` after ``close``."""
+        """Raises ``SessionClosed`` after ``close``, and in a forked child."""
+        self.contents.expect_here()
         if self.phase is Phase.CLOSED:
             raise SessionClosed("this model was closed; prepare it again to train on")
 
@@ -321,7 +322,9 @@ class Session:
     # What the interface reads.
 
     def synchronize(self) -> None:
-        """Waits for every transfer and update; raises the first error among them."""
+        """Waits for every transfer and update; raises the first error among them, and ``SessionClosed`` in a forked
+        child."""
+        self.contents.expect_here()
         self.store.landing.drain()
         self.store.settle()
         self.finish_saving()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 import forebay
+from forebay.errors import SessionClosed
 from tests.parity.models import CASES, images
 from tests.parity.user_loop.pair import AMPLE, Interrupted, Pair, loss_of, same_step
 
@@ -141,3 +144,47 @@ def test_data_loader_workers_beside_a_prepared_model(pair: Pair) -> None:
             optimizer.zero_grad()
         assert torch.equal(batch["labels"], images(step)["labels"])
     pair.assert_equal()
+
+
+def told_in_a_child(calls: list[Callable[[], object]], told: Path) -> None:
+    """Has a forked child make ``calls`` and write down what each raises."""
+    child = os.fork()
+    if child == 0:
+        try:
+            for call in calls:
+                try:
+                    call()
+                    said = "nothing"
+                except BaseException as error:
+                    said = f"{type(error).__name__}: {error}"
+                with told.open("a") as file:
+                    file.write(said.splitlines()[0] + "\n")
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_forked_child_is_told_that_the_model_is_elsewhere(pair: Pair, policy: str, tmp_path: Path) -> None:
+    """It has neither the pages of arenas nor threads: a read would end it, and a wait would not end."""
+    same_step(pair, 0)
+    model, optimizer = pair.model, pair.optimizer
+    values = forebay.parameters(model)
+    calls: list[Callable[[], object]] = [
+        lambda: loss_of(model, 1),
+        lambda: forebay.accumulate(model, [1, 2], loss_of),
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: list(values.values()),
+        lambda: model.load_state_dict(pair.reference.state_dict()),
+        lambda: forebay.synchronize(model),
+        lambda: forebay.save(model, optimizer, tmp_path / "checkpoint", step=1),
+        lambda: forebay.close(model),
+    ]
+    if policy == "stream":  # else its values are ordinary tensors of the model
+        calls.insert(0, model.state_dict)
+    told_in_a_child(calls, tmp_path / "told")
+    lines = (tmp_path / "told").read_text().splitlines()
+    expected = f"{SessionClosed.__name__}: the model was prepared in process {os.getpid()}, "
+    assert len(lines) == len(calls)
+    assert [line for line in lines if not line.startswith(expected)] == []
+    same_step(pair, 1)
