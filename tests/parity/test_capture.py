@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -331,3 +332,22 @@ def test_what_an_op_writes_to_and_does_not_return_is_made_by_it() -> None:
         op for place, visit in enumerate(trace.visits) if visit.phase is Phase.FORWARD for op, _ in index.named(place)
     }
     assert "aten.rrelu_with_noise.default" in named and "aten.exp.default" not in named
+
+
+def test_a_step_is_the_same_where_gradients_are_off() -> None:
+    """As in a function under ``torch.no_grad()`` that makes the model and prepares it."""
+    case = CASES["llama"]
+    with torch.no_grad():
+        trace = capture(case.model(torch.float32), case.inputs(0, torch.float32)).trace
+        assert not torch.is_grad_enabled()
+    assert trace == traced("llama")
+
+
+def test_a_step_under_anomaly_mode_is_looked_at_in_silence() -> None:
+    """That mode asks of every gradient whether it has a NaN, which no fake tensor knows."""
+    case = CASES["llama"]
+    model, batch = case.model(torch.float32), case.inputs(0, torch.float32)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings(record=True) as told:
+        trace = capture(model, batch).trace
+        assert traced_peak(trace, keep=True) == real_peak(model, batch, keep=True)
+    assert [str(one.message) for one in told] == []

@@ -10,7 +10,6 @@ visits of blocks, and visits that are alike are stored once (``segments``).
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +38,7 @@ from forebay.profiler.host_draws import steer
 from forebay.profiler.modes import as_trained
 from forebay.profiler.optimizers import optimizer_kept
 from forebay.profiler.originals import Originals
+from forebay.profiler.quiet import quiet_torch
 from forebay.profiler.recorder import Recorder
 from forebay.profiler.run_again import needing_each_other
 from forebay.profiler.work import Call
@@ -246,7 +246,7 @@ class _Step:
             if self._head is not None:  # it may be inside of the model, which reads its output
                 seen.append(self._head.model.register_forward_hook(self._refuse_logits))
             try:
-                with _quiet_torch():
+                with quiet_torch():
                     whole = _Whole(self._model, lambda: self._recorded(losing, inputs, keywords))
                     fakes = {f"model.{name}": tensor for name, tensor in at_every_place(self._model, state).items()}
                     # Each place once. With tie_weights a module that occurs twice would be given its fakes by both of
@@ -410,14 +410,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Keeps torch from logging the traceback of a fake op that failed: the error says what is to be said."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before

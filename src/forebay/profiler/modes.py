@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from forebay.runtime.pretrained import is_pretrained
@@ -14,9 +15,10 @@ __all__ = ["as_trained"]
 
 @contextmanager
 def as_trained(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` is in training mode, and so is what it was built around that ``from_pretrained`` of
-    transformers leaves in evaluation mode (by adapters, or a class of the user's); after it every module is in the mode
-    in which it was. Other parts of a model in training mode that are not (a frozen batch norm, say) stay as they are.
+    """Inside, gradients are on, ``model`` is in training mode, and so is what it was built around that
+    ``from_pretrained`` of transformers leaves in evaluation mode (by adapters, or a class of the user's); after it
+    every module is in the mode in which it was. Other parts of a model in training mode that are not (a frozen batch
+    norm, say) stay as they are.
 
     ``model.train()`` comes before the plan or after it, and what dropout keeps has to be in the plan.
     """
@@ -25,7 +27,9 @@ def as_trained(model: nn.Module) -> Iterator[None]:
     try:
         for one in left:
             one.train()
-        yield
+        # Around the loop they are on, whatever they are around ``prepare`` (a function under ``torch.no_grad()``, say).
+        with torch.enable_grad():
+            yield
     finally:
         for module, training in modes:
             module.training = training
