@@ -21,7 +21,7 @@ from forebay.cli.main import app  # noqa: E402
 from forebay.cli.progress import StepResult, View  # noqa: E402
 from forebay.cli.report import gather  # noqa: E402
 from forebay.cli.runfolder import RunFolder  # noqa: E402
-from forebay.cli.stopping import Stop  # noqa: E402
+from forebay.cli.stopping import ASKING, Stop  # noqa: E402
 from forebay.cli.train import TrainResult, train  # noqa: E402
 from forebay.config import TrainConfig, make_config  # noqa: E402
 from forebay.data.text import Windows, tokenize  # noqa: E402
@@ -135,7 +135,7 @@ def run_in_process(text: Path, run: Path | None, view: View, **more: Any) -> Tra
 
 
 def test_a_signal_finishes_the_step_and_saves(text: Path, tmp_path: Path) -> None:
-    before = [signal.getsignal(sent) for sent in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(sent) for sent in ASKING]
     stopped = run_in_process(text, tmp_path / "run", Interrupts(2, signal.SIGINT))
     assert len(stopped.losses) == 2
     names = {path.name for path in (tmp_path / "run").iterdir()}
@@ -152,7 +152,23 @@ def test_a_signal_finishes_the_step_and_saves(text: Path, tmp_path: Path) -> Non
     assert rest.losses[:4] == further.losses
     assert rest.losses[:2] == stopped.losses
     assert len((tmp_path / "run" / "losses.jsonl").read_text().splitlines()) == STEPS
-    assert [signal.getsignal(sent) for sent in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(sent) for sent in ASKING] == before
+
+
+@pytest.mark.parametrize("sent", ASKING, ids=lambda sent: sent.name)
+def test_a_signal_that_is_ignored_stays_so(sent: signal.Signals) -> None:
+    """As SIGHUP is under ``nohup``, and SIGINT in the background of a script."""
+    before = signal.signal(sent, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), sent)
+            assert not stop.requested()
+            signal.signal(sent, signal.SIG_DFL)
+        with Stop() as stop:
+            os.kill(os.getpid(), sent)
+            assert stop.by == sent.name
+    finally:
+        signal.signal(sent, before)
 
 
 def test_a_run_goes_on_for_the_steps_that_it_was_asked_for_last(text: Path, tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
-"""Ctrl-C and SIGTERM while a run trains: the step under way is finished, and nothing is lost."""
+"""Ctrl-C, SIGTERM and SIGHUP while a run trains: the step under way is finished, and nothing is lost."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from typing import Any, final
+from typing import Any, Final, final
 
-__all__ = ["Stop"]
+__all__ = ["ASKING", "Stop"]
+
+ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that ask a run to stop. The last one comes when its terminal goes."""
 
 
 @final
 class Stop:
     """Notes that the run was asked to stop, in the place of what a signal does otherwise. The second signal does that
-    again. Does nothing in a thread that is not the main one, where Python takes no signals."""
+    again. One that the process was started to ignore (SIGHUP under ``nohup``) stays so. Does nothing in a thread that
+    is not the main one, where Python takes no signals."""
 
     def __init__(self) -> None:
         self.by: str | None = None
@@ -20,8 +24,9 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._asked)
+            for number in ASKING:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._asked)
         return self
 
     def __exit__(self, *error: object) -> None:
