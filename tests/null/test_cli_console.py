@@ -73,6 +73,22 @@ def test_a_name_that_is_no_utf_8_is_printed_as_it_is(monkeypatch: pytest.MonkeyP
     assert written.getvalue() == b"caf\xe9, caf\xc3\xa9\n"
 
 
+def test_what_the_encoding_of_stdout_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding="ascii"))
+    print_any_name()
+    print_lines("caf\udcc3\udca9\u2026 caf\xe9")
+    assert written.getvalue() == b"caf\xc3\xa9? caf?\n"
+
+
+def test_a_name_that_this_process_cannot_write_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for encoding, told in (("ascii", typer.Exit), ("utf-8", UnicodeEncodeError)):
+        with pytest.raises(told), errors_as_messages():
+            "caf\xe9\udce9".encode(encoding)
+    said = r"forebay: 'caf\xe9\udce9' cannot be written in ascii, as names of files are here; set PYTHONUTF8=1"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_a_process_whose_streams_are_closed_or_full(tmp_path: Path) -> None:
     buffers = tmp_path / "buffers.csv"
     buffers.write_text("id,lower,upper,size\n1,0,4,100\n")

@@ -461,3 +461,28 @@ def test_the_demo_learns(tmp_path: Path, disk: bool) -> None:
     found = json.loads(done.stdout)
     assert (found["measured"]["peaks"]["disk"] > 0) is disk
     assert sum(found["loss"][-10:]) / 10 < 0.6 * found["loss"][0]
+
+
+def test_a_name_is_refused_where_names_are_not_utf_8(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
+) -> None:
+    """As under LC_ALL=C with PYTHONUTF8=0, where an accent comes as two surrogates: its name is as it should be."""
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    done = invoke(
+        "train", "--model", "tiny", "--data", text, "--device-memory", "4MiB", "--run", tmp_path / "caf\udcc3"
+    )
+    assert done.exit_code == 2
+    assert (
+        "caf\\udcc3': this name is no UTF-8, as files of a run are; here names of files are ascii: set PYTHON"
+        in done.stderr
+    )
+
+
+def test_an_error_without_words_has_its_name(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(transformers.AutoConfig, "for_model", refuse)
+    done = invoke("train", "--model", "tiny", "--data", text, "--device-memory", "4MiB")
+    assert done.exit_code == 2
+    assert "cannot read the configuration tiny: MemoryError" in done.stderr

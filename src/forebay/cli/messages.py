@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import typer
 
-from forebay.cli.streams import settle
+from forebay.cli.streams import ENCODING_REMEDY, settle
 from forebay.errors import ForebayError, UsageError
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_MISUSE", "EXIT_NO", "errors_as_messages", "say"]
@@ -20,12 +20,18 @@ EXIT_INTERRUPTED = 130
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Turns forebay's own errors and Ctrl-C into one message on stderr and an exit code."""
+    """Turns forebay's own errors, Ctrl-C and a name that this process cannot write into one message on stderr and an
+    exit code."""
     try:
         yield
     except ForebayError as error:
         say(str(error))
         raise typer.Exit(EXIT_MISUSE if isinstance(error, UsageError) else EXIT_NO) from None
+    except UnicodeEncodeError as error:
+        if error.encoding == "utf-8":
+            raise
+        say(f"{error.object!a} cannot be written in {error.encoding}, as names of files are here; {ENCODING_REMEDY}")
+        raise typer.Exit(EXIT_MISUSE) from None
     except KeyboardInterrupt:
         say("stopped by Ctrl-C; what was not saved is lost")
         raise typer.Exit(EXIT_INTERRUPTED) from None

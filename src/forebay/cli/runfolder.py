@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import pickle
 import shlex
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from pydantic import ValidationError
 
 from forebay.checkpoint.generations import MANIFEST
 from forebay.cli.record import Record
+from forebay.cli.streams import ENCODING_REMEDY
 from forebay.config import TrainConfig
 from forebay.errors import ConfigError, StorageError
 from forebay.plans import Plan
@@ -106,8 +108,10 @@ def expect_nameable(config: TrainConfig) -> None:
         try:
             str(name).encode()
         except UnicodeEncodeError:
+            here = sys.getfilesystemencoding()
+            remedy = "rename it" if here == "utf-8" else f"here names of files are {here}: {ENCODING_REMEDY}"
             raise ConfigError(
-                f"--{flag} {str(name)!a}: this name is no UTF-8, as files of a run are; rename it"
+                f"--{flag} {str(name)!a}: this name is no UTF-8, as files of a run are; {remedy}"
             ) from None
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from io import TextIOWrapper
 from typing import Final, TextIO
 
-__all__ = ["drop_unwritten", "keep_standard_descriptors", "print_any_name", "settle"]
+__all__ = ["ENCODING_REMEDY", "drop_unwritten", "keep_standard_descriptors", "print_any_name", "settle"]
 
 LAST_STANDARD: Final = 2
 """The descriptor of stderr."""
+
+ENCODING_REMEDY: Final = "set PYTHONUTF8=1, or a locale of UTF-8 (LC_ALL=C.UTF-8)"
+"""What helps where the encoding of this process lacks a character."""
+
+_ERRORS: Final = "forebay-any-name"
 
 
 def keep_standard_descriptors() -> None:
@@ -22,9 +28,22 @@ def keep_standard_descriptors() -> None:
 
 
 def print_any_name() -> None:
-    """Has stdout take names of files that are no UTF-8, as the bytes that they are: they are there to be copied."""
+    """Has stdout take names of files that are no UTF-8, as the bytes that they are: they are there to be copied. What
+    else its encoding lacks is a question mark."""
+    codecs.register_error(_ERRORS, _as_it_can)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")
+        sys.stdout.reconfigure(errors=_ERRORS)
+
+
+def _as_it_can(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    # One at a time: bytes of a name and other characters may be side by side.
+    one = UnicodeEncodeError(error.encoding, error.object, error.start, error.start + 1, error.reason)
+    try:
+        return codecs.lookup_error("surrogateescape")(one)
+    except UnicodeEncodeError:
+        return "?", one.end
 
 
 def drop_unwritten(stream: TextIO) -> None:

@@ -160,6 +160,8 @@ def build_as(source: ModelSource, dtype: str, kind: Kind, config: Any) -> nn.Mod
 
 def _reason(error: Exception) -> str:
     said = " ".join(str(error).split())[:400]
+    if not said:  # as of a MemoryError
+        return type(error).__name__
     # Alone, the words of these are the name that is missing, or a sum that a number of the file spoils.
     return f"{type(error).__name__}: {said}" if isinstance(error, LookupError | ArithmeticError) else said
 
