@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from forebay.budgets import Budget
-from forebay.errors import UsageError
+from forebay.errors import ConfigError, UsageError
 from forebay.machine import Machine
 from forebay.plans import Plan
 from forebay.trace import Trace
 
-__all__ = ["expect", "expect_folder", "expect_loss_fn", "expect_records"]
+__all__ = ["expect", "expect_folder", "expect_loss_fn", "expect_micro_batches", "expect_records"]
 
 _RECORDS: Final[dict[str, tuple[type, str]]] = {
     "trace": (Trace, "forebay.Trace: forebay.profile(model, batch) makes one"),
@@ -46,3 +46,9 @@ def expect_folder(folder: object, what: str) -> None:
 def expect_loss_fn(given: object) -> None:
     """Raises ``UsageError`` where ``loss_fn`` is no function."""
     expect("loss_fn", given, Callable, "a function, called as loss_fn(model, batch), that returns the loss")
+
+
+def expect_micro_batches(given: object) -> None:
+    """Raises ``ConfigError`` where ``micro_batches`` is no number of them."""
+    if not isinstance(given, int) or given < 1:
+        raise ConfigError(f"micro_batches must be an int, 1 or more, got {given!r}")

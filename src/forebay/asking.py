@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from forebay.arguments import expect_micro_batches
 from forebay.budgets import Budget
 from forebay.device.base import Device
 from forebay.errors import CaptureFailed, NoRoomTogether
@@ -59,6 +60,7 @@ class Asking:
     def plan(self, loss: Loss) -> Plan:
         """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
         cannot be computed so."""
+        expect_micro_batches(self.micro_batches)
         here = torch.device(self.device.name)
         if loss == "chunked":
             cut = forced_cut(self.model, self.batch, self.budget.planned_device, here)

@@ -58,13 +58,21 @@ def _keys(cls: Any) -> list[str]:
 
 
 def _refuse_other_schema(cls: type[Any], text: str | bytes) -> None:
-    """Raises ``ConfigError`` when ``text`` says that it is of another schema: what else is wrong follows from that."""
+    """Raises ``ConfigError`` when ``text`` is another record, or says that it is of another schema: what else is wrong
+    follows from that."""
     own = next((f.default for f in fields(cls) if f.name == "schema"), None)
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):
         return
-    theirs = whole.get("schema") if isinstance(whole, dict) else None
+    if not isinstance(whole, dict):
+        return
+    odd = [key for key in whole if key not in {field.name for field in fields(cls)}]
+    if 2 * len(odd) > len(whole):
+        raise ConfigError(
+            f"this is no {cls.__name__} in JSON but something else, with the keys {', '.join(odd[:4])}"
+        ) from None
+    theirs = whole.get("schema")
     if isinstance(theirs, int) and own is not None and theirs != own:
         what = cls.__name__.lower()
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from forebay.arguments import expect_folder
+from forebay.arguments import expect, expect_folder
 from forebay.budgets import DiskBudget
 from forebay.checkpoint.files import SystemFiles, refused
 from forebay.checkpoint.generations import Generations
@@ -59,6 +59,7 @@ def save(
     """
     session, files = prepared_session(model), SystemFiles()
     path = _path_of(folder)
+    expect("background", background, bool, "True, or False to wait until the checkpoint stands")
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -55,6 +55,18 @@ def test_another_dtype_is_refused() -> None:
     forebay.close(model)
 
 
+def test_another_dtype_of_what_streams_is_refused() -> None:
+    model, optimizer = prepared(Network(), "stream")
+    losses = train(model, optimizer)
+    with pytest.raises(
+        ParameterReleased, match=r"another dtype or device \(model\.to\(\.\.\.\)\), forebay\.close\(model\)"
+    ):
+        model.double()
+    assert train(model, optimizer)[-1] < losses[0]
+    forebay.close(model)
+    assert {p.dtype for p in model.double().parameters()} == {torch.float64}
+
+
 def test_close_puts_everything_back_before_it_complains() -> None:
     model, optimizer = prepared(Network(), "keep")
     train(model, optimizer)

@@ -41,6 +41,7 @@ PREPARE: dict[str, tuple[dict[str, Any], str]] = {
     "accumulates": ({"accumulates": None}, "accumulates is True, or False for a loop .*; got None"),
     "checksums": ({"checksums": "no"}, "checksums must be True or False, got 'no'"),
     "compress": ({"compress": torch.zeros(2)}, "compress must be 0 .* got tensor"),
+    "micro_batches": ({"micro_batches": torch.zeros(2)}, "micro_batches must be an int, 1 or more, got tensor"),
     "loss_fn": ({"loss_fn": "cross_entropy"}, "loss_fn is a function, .* got 'cross_entropy'"),
 }
 
@@ -86,6 +87,10 @@ OTHERS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         lambda m, o: forebay.save(m, o, None, step=1),
         "folder is the path of the folder of a checkpoint; got None",
     ),
+    "background": (
+        lambda m, o: forebay.save(m, o, "checkpoint", step=1, background=torch.zeros(2)),
+        "background is True, or False to wait until the checkpoint stands; got Tensor",
+    ),
     "resume": (lambda m, o: forebay.resume(m, o, None), "folder is the path of the folder of a checkpoint; got None"),
     "batch": (lambda m, o: forebay.accumulate(m, {"x": BATCH}, sum), r"list of batches.* give \[batch\]"),
     "batches": (lambda m, o: forebay.accumulate(m, 2, sum), "micro_batches is a list of batches.*; got 2"),
@@ -98,6 +103,10 @@ OTHERS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "alternate": (lambda m, o: forebay.alternate(m, [print]), "models is a list of models .*; got Sequential"),
     "reports": (lambda m, o: forebay.report_several(m), "models is a list of models .*; got Sequential"),
     "text": (lambda m, o: forebay.Plan.from_json(Path("plan.json")), "a Plan is read from its JSON text, got Posix"),
+    "trace-text": (
+        lambda m, o: forebay.Plan.from_json(forebay.profile(made()[0], BATCH).to_json()),
+        "this is no Plan in JSON but something else, with the keys model, optimizer, state_names",
+    ),
     "machine-text": (
         lambda m, o: forebay.Machine.from_json(None),
         "a Machine is read from its JSON text, got NoneType",

@@ -177,10 +177,13 @@ class StorageLedger(Watch):
 
 
 def _read(func: Any, name: str) -> ParameterReleased:
+    other = ""
+    if func is torch.ops.aten._to_copy.default:
+        other = "; before the model is given another dtype or device (model.to(...)), forebay.close(model)"
     return ParameterReleased(
         f"{func} read parameter {name} while its bytes are not on the device; inside the model, use it in the forward "
         f"of the module that owns it, or give prepare() a batch, with which it sees who else reads it; outside, read "
-        f"forebay.parameters(model)[{name!r}]"
+        f"forebay.parameters(model)[{name!r}]{other}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from forebay.arguments import expect
+from forebay.arguments import expect, expect_micro_batches
 from forebay.budgets import Budget
 from forebay.calls import CHECKSUMS
 from forebay.compression import CODE_BITS
@@ -59,8 +59,7 @@ class Problem:
         expect("accumulates", self.accumulates, bool, "True, or False for a loop that takes one backward a step")
         if not isinstance(self.compress, int) or self.compress not in (0, *CODE_BITS):
             raise ConfigError(f"compress must be 0 (nothing), 8, 4 or 2 bits, got {self.compress!r}")
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise ConfigError(f"micro_batches must be an int, 1 or more, got {self.micro_batches!r}")
+        expect_micro_batches(self.micro_batches)
         if self.update not in get_args(UpdateTime):
             raise ConfigError(f"update must be {' or '.join(get_args(UpdateTime))}, got {self.update!r}")
         told = {"update='backward'": self.update == "backward", "accumulates=False": not self.accumulates}
