@@ -20,6 +20,7 @@ from forebay.device.completions import LaneCompletion, WorkerCompletion, depende
 from forebay.device.event_log import EventLog
 from forebay.device.lanes import WorkerLanes
 from forebay.device.line import Line
+from forebay.errors import ForebayError
 from forebay.timeline import Lane
 from tests.faults.interrupting import NEVER, interrupt_at
 
@@ -244,7 +245,7 @@ def test_a_lane_whose_thread_is_refused_is_started_by_the_next_job(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(RuntimeError, match="can't start"):
+        with pytest.raises(ForebayError, match=r"thread forebay-update \(can't start new thread\); raise .*ulimit -u"):
             lanes.submit(Lane.UPDATE, lambda: 1)
     assert lanes.submit(Lane.UPDATE, lambda: 2).wait() == 2
     lanes.synchronize()

@@ -121,6 +121,21 @@ def test_a_mount_point_with_a_space(tmp_path: Path) -> None:
     assert available_host_memory(tmp_path).available == 2 * GiB
 
 
+@pytest.mark.parametrize(
+    ("name", "used", "command"),
+    [("Max address space", "VmSize", "ulimit -v"), ("Max data size", "VmData", "ulimit -d")],
+)
+def test_the_limit_of_a_process_counts_what_it_has_mapped(tmp_path: Path, name: str, used: str, command: str) -> None:
+    machine(tmp_path)
+    write(tmp_path, "proc/self/status", f"Name:\tpython\n{used}:\t {3 * MiB} kB")
+    for limit, free in ((8 * GiB, 5 * GiB), (2 * GiB, 0)):
+        write(tmp_path, "proc/self/limits", f"Limit  Soft  Hard  Units\n{name:26}{limit}  unlimited  bytes")
+        found = HostMemory(limit, free, f"limit of this process ({command})")
+        assert available_host_memory(tmp_path) == found
+    write(tmp_path, "proc/self/limits", f"Limit  Soft  Hard  Units\n{name:26}unlimited  unlimited  bytes")
+    assert available_host_memory(tmp_path).available == 12 * GiB
+
+
 def test_no_meminfo_asks_for_host_memory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give host_memory"):
         available_host_memory(tmp_path)

@@ -262,7 +262,13 @@ def test_advice_names_what_is_out_of_the_ordinary() -> None:
     )
     limited = HostMemory(8 * GiB, GiB, "cgroup limit /sys/fs/cgroup/memory.max")
     text = "\n".join(advice(machine, limited, 64 * GiB))
-    for said in ("control group", "same memory", "1.0 GiB of host memory are free", "float16 computes at 1%", "50%"):
+    for said in (
+        "limited to 8.0 GiB of the machine's 64.0 GiB",
+        "same memory",
+        "1.0 GiB of host memory are free",
+        "float16 computes at 1%",
+        "50%",
+    ):
         assert said in text, said
     assert "train in float32 or bfloat16" in text and "NVMe" in text
 

@@ -23,8 +23,8 @@ def _memory(machine: Machine, host: HostMemory, installed: int) -> list[str]:
     found = []
     if host.total < installed:
         found.append(
-            f"a control group limits this process to {format_bytes(host.total)} of the machine's "
-            f"{format_bytes(installed)} ({host.limit_source}); raise the container's memory limit to plan with more"
+            f"this process is limited to {format_bytes(host.total)} of the machine's {format_bytes(installed)} "
+            f"({host.limit_source}); raise that limit to plan with more"
         )
     if machine.device_kind == "cpu":
         found.append("device and host are the same memory here: budgets for both share it")

@@ -26,7 +26,7 @@ from forebay.device.completions import (
 from forebay.device.event_log import EventLog
 from forebay.device.line import Job, Line
 from forebay.device.turn import Turn
-from forebay.errors import SessionClosed
+from forebay.errors import ForebayError, SessionClosed
 from forebay.timeline import Event, Lane
 
 __all__ = ["WORKER_LANES", "WorkerLanes"]
@@ -188,7 +188,7 @@ class WorkerLanes:
                 # As a job: what it raises is told like any other failure, instead of ending the thread in silence.
                 completion = WorkerCompletion(self._untold, self._turn)
                 line.put(Job(self._prepare_thread, (), dependency_failure, completion, 0.0, 0, "prepare", False), ())
-            thread.start()
+            _begin(thread)
             self._threads.append(thread)
             self._lines[lane] = line
         except BaseException:
@@ -239,6 +239,16 @@ class WorkerLanes:
             if failure is not None:
                 return failure
         return None
+
+
+def _begin(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ForebayError(
+            f"the system refused the thread {thread.name} ({error}); raise its limits of processes and memory (ulimit "
+            f"-u, ulimit -v, pids.max of the control group)"
+        ) from error
 
 
 def _run_and_drop(job: Job) -> Any:

@@ -1,7 +1,7 @@
 """How much host memory and disk this process may use. No torch here.
 
-The kernel kills a process at the limit of its control group (cgroup), however much memory the machine has, so every
-limit that applies is read and the smallest wins.
+The kernel kills a process at the limit of its control group (cgroup), and refuses it memory at a limit of its own
+(``ulimit -v``), however much memory the machine has, so every limit that applies is read and the smallest wins.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class _Mount:
 
 
 def available_host_memory(root: Path = Path("/")) -> HostMemory:
-    """The smallest of what /proc/meminfo and every cgroup around this process leave free.
+    """The smallest of what /proc/meminfo, every cgroup around this process and its own limits leave free.
 
     Page cache that the kernel can drop counts as free, swap does not. ``root`` is the folder under which ``proc`` and
     the cgroup mounts are looked for. Raises ``ConfigError`` where there is no readable /proc/meminfo.
     """
     machine = _machine(root)
-    known = [machine]
+    known = [machine, *_own_limits(root)]
     for mount in _memory_mounts(root):
         for folder in _groups(root, mount):
             group = _group_memory(folder, mount.version, machine.total, root)
@@ -118,6 +118,21 @@ def _machine(root: Path) -> HostMemory:
     if total is None or available is None:
         raise ConfigError("cannot read from /proc/meminfo how much memory this machine has; give host_memory")
     return HostMemory(total * 1024, available * 1024, "MemAvailable of /proc/meminfo")
+
+
+_OWN_LIMITS = (("Max address space", "VmSize", "ulimit -v"), ("Max data size", "VmData", "ulimit -d"))
+"""Limits of a process in /proc/self/limits, what of each is used in /proc/self/status, and the command that sets it."""
+
+
+def _own_limits(root: Path) -> Iterator[HostMemory]:
+    """What the limits of this process leave free, where there are some: what is mapped counts, used or not."""
+    limits = _text(root / "proc/self/limits").splitlines()
+    status = _table(_text(root / "proc/self/status"))
+    for name, used, command in _OWN_LIMITS:
+        soft = next((line[len(name) :].split()[0] for line in limits if line.startswith(name)), "unlimited")
+        if soft.isdecimal() and used in status:
+            limit = int(soft)
+            yield HostMemory(limit, max(0, limit - 1024 * status[used]), f"limit of this process ({command})")
 
 
 def _group_memory(folder: Path, version: _Version, physical: int, root: Path) -> HostMemory | None:
