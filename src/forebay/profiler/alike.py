@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-__all__ = ["Alike", "stand_in"]
+__all__ = ["Alike", "blank", "stand_in"]
 
 _ASKING: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
 """Tags of ops that ask for values, or change what a tensor looks like."""
@@ -144,7 +144,14 @@ def stand_in(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     if not plain or tensor.is_conj() or tensor.is_neg():
         return mode.from_tensor(tensor)
     # What torch looks at beside that, to make one that shares views and gradients too, takes seven times as long.
-    return _Made(None, tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device).again(mode, ())
+    return blank(mode, tensor, tensor.device)
+
+
+def blank(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> FakeTensor:
+    """A tensor without values on ``device``, of the shape, the strides and the dtype of ``like``. Nothing refers to it
+    weakly, as torch from 2.15 on does to what ``torch.empty_strided`` makes: such a parameter cannot be cast in a
+    forward."""
+    return _Made(None, like.shape, like.stride(), 0, like.dtype, device).again(mode, ())
 
 
 def _follows(func: Any) -> bool:

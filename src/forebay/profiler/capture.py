@@ -28,6 +28,7 @@ from forebay.device.compiling import as_written
 from forebay.errors import CaptureFailed, ForebayError, ModelError
 from forebay.memory import Kind
 from forebay.profiler import remarks
+from forebay.profiler.alike import blank
 from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import Attributes, attributes_put_back
 from forebay.profiler.batch import Scalar, call_arguments, count_tokens, integers_for, scalar_loss
@@ -232,12 +233,13 @@ class _Step:
         self.held_nbytes = 0
         self.unseen_nbytes = 0
         self.remarks = dict[str, None]()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def run(self, losing: Losing, args: Any, kwargs: Any) -> None:
         """Forward, the loss that ``losing`` makes, and backward. Raises ``CaptureFailed`` when the model cannot run
         so."""
         recorder, own = self.recorder, own_generators(self._model.modules())
-        with as_written(), drawn_from(0, own), FakeTensorMode(allow_non_fake_inputs=True):
+        with as_written(), drawn_from(0, own), self._mode:
             has_drawn = steer(self._guess.draw)
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)
@@ -318,7 +320,7 @@ class _Step:
         del made
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        return blank(self._mode, tensor, self._device)
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the step's device: an op in place must not reach what the caller owns."""
