@@ -80,7 +80,8 @@ class _Network:
         sizes = np.array(self._bytes, np.int64)
         unit = 1 + int(sizes[sizes > 0].sum()) // LARGEST
         rooms = np.where(sizes < 0, ENDLESS, sizes // unit)
-        network = csr_array((rooms, (self._from, self._to)), shape=(self._count, self._count), dtype=np.int64)
+        arcs = np.array((self._from, self._to), np.int32)  # with others scipy 1.13 finds no flow
+        network = csr_array((rooms, (arcs[0], arcs[1])), shape=(self._count, self._count), dtype=np.int64)
         # What is there twice was added up: what is endless stays so.
         network.data = np.minimum(network.data, ENDLESS).astype(np.int32)
         found = maximum_flow(network.astype(np.int32), 0, 1)
