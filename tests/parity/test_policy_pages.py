@@ -14,6 +14,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("ortools")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _plans_are_run() -> None:
+    """In the place of the one for all tests here: pages quote plans of whole searches."""
+
+
 def test_every_policy_has_a_use() -> None:
     assert set(USES) == set(PLANNERS) | set(ON_DEVICES)
 
