@@ -143,6 +143,17 @@ def offload(stash: Stash, tensor: torch.Tensor, what: str) -> Ticket | None:
     return stash.treat(tensor, Treatment("op", 0, Fate.OFFLOAD), what)
 
 
+def coming_back(stash: Stash, *, demanded: bool) -> Ticket:
+    """The ticket of one that has left in forward and is on its way back in backward; ``demanded``: asked for, too."""
+    ticket = offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), "a")
+    assert ticket is not None
+    stash.end_forward()
+    stash.begin_backward()
+    if demanded:
+        ticket.tensor()
+    return ticket
+
+
 @pytest.mark.parametrize("window", [0, AMPLE])
 def test_a_copy_that_fails_on_its_way(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told to whoever waits for it: forward, or the beginning of backward, and whoever asks for the bytes."""
@@ -264,12 +275,7 @@ def test_device_bytes_go_with_the_last_reference(demanded: bool) -> None:
     device = CpuDevice()
     watch = looking(device)
     stash = stash_over(torch.empty(MOVED_LEAST, dtype=torch.uint8), device, AMPLE, ahead=AMPLE, watch=watch)
-    ticket = offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), "a")
-    assert ticket is not None
-    stash.end_forward()
-    stash.begin_backward()
-    if demanded:
-        ticket.tensor()
+    ticket = coming_back(stash, demanded=demanded)
     device.synchronize()
     device.reset_peak()
     assert device.usage().at_peak[Kind.ACTIVATION] == device.usage().live == MOVED_LEAST

@@ -23,7 +23,7 @@ from forebay.runtime.stash import Stash
 from forebay.tiers.diskfile import TierFile
 from forebay.timeline import Lane
 from forebay.treatments import Fate, Treatment
-from tests.faults.test_offload_faults import LATE, looking, offload, stash_over
+from tests.faults.test_offload_faults import LATE, coming_back, looking, offload, stash_over
 from tests.parity.recomputing import AMPLE
 
 
@@ -73,12 +73,7 @@ def test_memory_that_a_copy_fills_is_no_other_ops(demanded: bool) -> None:
     """Who gets it next may run before the copy is over, unless compute is behind that."""
     card: Any = Card()
     stash = stash_over(torch.empty(MOVED_LEAST, dtype=torch.uint8), card, AMPLE, ahead=AMPLE)
-    ticket = offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), "a")
-    assert ticket is not None
-    stash.end_forward()
-    stash.begin_backward()
-    if demanded:
-        ticket.tensor()
+    ticket = coming_back(stash, demanded=demanded)
     del ticket
     (copied,) = card.copies[Lane.H2D]
     assert (copied.target() is None) is demanded

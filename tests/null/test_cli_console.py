@@ -65,20 +65,22 @@ def test_a_command_that_stderr_does_not_serve_ends_as_it_would(
     assert capsys.readouterr().out == "", "what is for stderr is no answer"
 
 
-def test_a_name_that_is_no_utf_8_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "printed", "bytes_of_it"),
+    [
+        ("utf-8", "caf\udce9, café", b"caf\xe9, caf\xc3\xa9\n"),
+        ("ascii", "caf\udcc3\udca9\u2026 caf\xe9", b"caf\xc3\xa9? caf?\n"),
+    ],
+    ids=["no UTF-8", "what the encoding lacks"],
+)
+def test_a_name_is_printed_as_it_is_and_what_stdout_lacks_as_a_question_mark(
+    encoding: str, printed: str, bytes_of_it: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = BytesIO()
-    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding="utf-8"))
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding=encoding))
     print_any_name()
-    print_lines("caf\udce9, café")
-    assert written.getvalue() == b"caf\xe9, caf\xc3\xa9\n"
-
-
-def test_what_the_encoding_of_stdout_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = BytesIO()
-    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding="ascii"))
-    print_any_name()
-    print_lines("caf\udcc3\udca9\u2026 caf\xe9")
-    assert written.getvalue() == b"caf\xc3\xa9? caf?\n"
+    print_lines(printed)
+    assert written.getvalue() == bytes_of_it
 
 
 def test_a_name_that_this_process_cannot_write_is_told(capsys: pytest.CaptureFixture[str]) -> None:
