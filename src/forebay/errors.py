@@ -28,11 +28,10 @@ Every message says what was needed, what was there and what to change. The comma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
 
     from forebay.remedies import Remedy
 
@@ -75,6 +74,11 @@ class ForebayError(Exception):
         if text.isprintable():
             return text
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is made again from its message alone, and those with fields ask for them by name: from another
+        # process there would come a TypeError in their place.
+        return _again, (type(self), self.args), self.__dict__
 
 
 class UsageError(ForebayError):
@@ -201,3 +205,7 @@ class GradientUsedUp(ForebayError):
 
 class SessionClosed(ForebayError):
     """The model was closed, or its run was abandoned after a fault."""
+
+
+def _again(kind: type[ForebayError], args: tuple[Any, ...]) -> ForebayError:
+    return kind.__new__(kind, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 
 import pytest
 
@@ -34,7 +35,7 @@ TREE = {
 
 
 def test_the_tree_is_the_one_that_is_promised() -> None:
-    classes = {name: cls for name, cls in vars(errors).items() if inspect.isclass(cls)}
+    classes = {n: cls for n, cls in vars(errors).items() if inspect.isclass(cls) and cls.__module__ == errors.__name__}
     assert {name: tuple(base.__name__ for base in cls.__bases__) for name, cls in classes.items()} == TREE
     assert sorted(errors.__all__) == sorted(TREE)
 
@@ -67,3 +68,13 @@ def test_a_refusal_carries_its_bytes() -> None:
 def test_out_of_memory_carries_its_bytes(cls: type[errors.BudgetExceeded]) -> None:
     error = cls("full", needed=10, allowed=5)
     assert (str(error), error.needed, error.allowed) == ("full", 10, 5)
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_it_comes_whole_from_another_process(name: str) -> None:
+    fields = {"tier": "host", "needed": 3, "allowed": 2, "action": 7, "subject": "a", "alone": None}
+    kind = getattr(errors, name)
+    asked = inspect.signature(kind.__init__).parameters
+    error = kind("too small", **{key: value for key, value in fields.items() if key in asked})
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind and str(again) == "too small" and vars(again) == vars(error)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from forebay.budgets import Budget
+from forebay.cli.beside import made_beside
 from forebay.cli.plan import PlanSettings, capture_step, chosen_machine, disk_budget, with_ops
 from forebay.collector import collector_paused
 from forebay.errors import ConfigError, DoesNotFit, UnitError
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 __all__ = [
     "STEPS",
     "WARM_STEPS",
+    "Asked",
     "Run",
     "Shares",
+    "candidate_of",
     "compare",
     "compare_policies",
     "draw",
@@ -188,14 +192,12 @@ def compare_policies(
     ``micro_batches`` that pass the model together. Budgets differ in the device alone: with more of it ``auto`` is
     never slower (``planners.sweep``). ``run`` is given the plan of each that fits, one after the other; ``tell`` hears
     whose it is. ``update``: see ``Problem``."""
-    answers: dict[str, list[tuple[Candidate, Plan | None]]] = {}
-    for policy in policies:
-        asked = []
-        for budget in budgets:
-            with collector_paused():
-                asked.append(_candidate(trace, machine, budget, policy, micro_batches, update))
-        # The published ones answer each budget as their papers do.
-        answers[policy] = _never_slower(asked, budgets) if policy == "auto" else asked
+    asked = [Asked(policy, budget) for policy in policies for budget in budgets]
+    make = partial(candidate_of, trace, machine, micro_batches, update)
+    made = dict(zip(asked, made_beside(make, asked), strict=True))
+    answers = {policy: [made[Asked(policy, budget)] for budget in budgets] for policy in policies}
+    if "auto" in answers:  # the published ones answer each budget as their papers do
+        answers["auto"] = _never_slower(answers["auto"], budgets)
     found = []
     for place, budget in enumerate(budgets):
         for policy in policies:
@@ -238,14 +240,25 @@ def _never_slower(
     return found
 
 
-def _candidate(
-    trace: Trace, machine: Machine, budget: Budget, policy: str, micro_batches: int, update: UpdateTime
+@dataclass(frozen=True)
+class Asked:
+    """One row of the table."""
+
+    policy: str
+    budget: Budget
+
+
+@collector_paused()
+def candidate_of(
+    trace: Trace, machine: Machine, micro_batches: int, update: UpdateTime, asked: Asked
 ) -> tuple[Candidate, Plan | None]:
+    """The answer of the policy that is ``asked`` for, and its plan if it has one. See ``compare_policies``."""
     from forebay.figures import with_figures
     from forebay.planners import make_plan, make_room
     from forebay.planning import predict, problem_of
     from forebay.simulation import by_turns, together
 
+    policy, budget = asked.policy, asked.budget
     # Each has benches of its own: what another policy has simulated on one would count as found by this one.
     problem = problem_of(trace, machine, budget, update=update, accumulates=micro_batches > 1)
     start = time.perf_counter()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from forebay.budgets import Budget, DiskBudget
+from forebay.cli.beside import made_beside
 from forebay.config import MOST, SEQ, Size, StepSettings
 from forebay.errors import ConfigError, ModelError
 from forebay.loss import Cut
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from forebay.profiler.capture import Captured
     from forebay.recipes.tasks import Sample
     from forebay.reporting.forecast import PlanReport
+    from forebay.trace import Trace
 
 __all__ = [
+    "Asked",
     "PlanSettings",
     "capture_step",
     "chosen_machine",
@@ -35,6 +39,7 @@ __all__ = [
     "make_settings",
     "plan",
     "read_settings",
+    "report_of",
     "with_ops",
     "write_plan",
 ]
@@ -115,42 +120,72 @@ def _answer(
 ) -> PlanReport:
     """The report on the model of ``found``; ``here`` is the device where it will run, None: on another machine."""
     from forebay.planners.parts import gives_up_nothing
-    from forebay.planning import assess, choose_report
+    from forebay.planning import choose_report, fits_whole
     from forebay.profiler.loss import cut_for, forced_cut
 
     device = machine.device_capacity if settings.device_memory is None else settings.device_memory
     budget = Budget(device, settings.host_memory, None, folder)
 
-    def report(cut: Cut | None) -> PlanReport:
+    def asked(cut: Cut | None) -> Asked:
         captured, name = capture_step(settings, found, machine, cut)
         on, timed = (machine, ()) if settings.machine is not None else with_ops(captured, machine)
-        return assess(
-            name,
-            captured.trace,
-            on,
-            budget,
-            settings.policy,
-            (*notes, *timed),
-            cut,
-            settings.compress,
-            settings.accumulate,
-            settings.update,
-            settings.checksums,
-        )
+        return Asked(settings, name, captured.trace, on, budget, (*notes, *timed), cut)
 
     if settings.loss == "chunked":
-        return report(forced_cut(found.model, found.batch, device, here))
-    plain = report(None)
-    if plain.plan is not None and gives_up_nothing(plain.plan):
-        return plain  # whatever the loss: it is not captured, and not planned, twice
-    cut = cut_for(found.model, found.batch, device, here) if settings.loss == "auto" else ""
+        return report_of(asked(forced_cut(found.model, found.batch, device, here)))
+    plain = asked(None)
+    if settings.loss != "auto":
+        return report_of(plain)
+    if fits_whole(plain.trace, plain.machine, budget, accumulates=settings.accumulate > 1):
+        soon = report_of(plain)
+        if soon.plan is not None and gives_up_nothing(soon.plan):
+            return soon  # whatever the loss: it is not captured, and not planned, twice
+    cut = cut_for(found.model, found.batch, device, here)
     if isinstance(cut, str):
-        return plain
+        return report_of(plain)
     try:
-        return choose_report(plain, report(cut), cut)
+        pieces = asked(cut)
     except ModelError as error:
         # The model itself is fine: it has been captured. Its loss is not one that can be cut.
-        return replace(plain, notes=(*plain.notes, str(error)))
+        report = report_of(plain)
+        return replace(report, notes=(*report.notes, str(error)))
+    began = time.perf_counter()
+    at_once, in_pieces = made_beside(report_of, [plain, pieces])
+    chosen = choose_report(at_once, in_pieces, cut)
+    return replace(chosen, solve_seconds=min(chosen.solve_seconds, time.perf_counter() - began))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A step of the model called ``name`` that there shall be a plan for, its loss as in ``cut``."""
+
+    settings: PlanSettings
+    name: str
+    trace: Trace
+    machine: Machine
+    budget: Budget
+    notes: tuple[str, ...]
+    cut: Cut | None
+
+
+def report_of(asked: Asked) -> PlanReport:
+    """The report on what is ``asked`` for."""
+    from forebay.planning import assess
+
+    settings = asked.settings
+    return assess(
+        asked.name,
+        asked.trace,
+        asked.machine,
+        asked.budget,
+        settings.policy,
+        asked.notes,
+        asked.cut,
+        settings.compress,
+        settings.accumulate,
+        settings.update,
+        settings.checksums,
+    )
 
 
 def expect_policy(name: str) -> None:
