@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any, final
 
 import torch
@@ -64,22 +65,22 @@ class Asking:
         here = torch.device(self.device.name)
         if loss == "chunked":
             cut = forced_cut(self.model, self.batch, self.budget.planned_device, here)
-            return self._in_pieces(cut)
+            return self._in_pieces(cut, inf)
         if loss != "auto" or self.batch is None:
-            return self._made(0)
+            return self._made(0, inf)
 
         def find(allowed: int | None) -> Cut | str:
             return cut_for(self.model, self.batch, self.budget.planned_device if allowed is None else allowed, here)
 
-        return choose_plan(lambda: self._made(0), self._in_pieces, find)
+        return choose_plan(lambda: self._made(0, inf), self._in_pieces, find)
 
-    def _in_pieces(self, cut: Cut) -> Plan:
+    def _in_pieces(self, cut: Cut, faster_than: float) -> Plan:
         try:
-            return cut.of(self._made(cut.piece))
+            return cut.of(self._made(cut.piece, faster_than))
         except NoRoomTogether as refusal:
             raise refusal.having(cut.of(refusal.alone)) from None
 
-    def _made(self, piece: int) -> Plan:
+    def _made(self, piece: int, faster_than: float) -> Plan:
         limits = limits_of(self.budget, self.returning)
         captured, unseen = self._captured(piece)
         trace = None if captured is None else captured.trace
@@ -102,6 +103,7 @@ class Asking:
             disk_copies=self.disk_copies,
             checksums=self.checksums,
             accumulates=self.accumulates,
+            faster_than=faster_than,
         )
 
         def settled(plan: Plan, bench: Bench, many: int) -> Plan:

@@ -189,11 +189,12 @@ def _accumulated(plan: Plan, room: Room, micro_batches: int) -> AccumulationFore
 
 
 def choose_plan(
-    plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find: Callable[[int | None], Cut | str]
+    plain: Callable[[], Plan], chunked: Callable[[Cut, float], Plan], find: Callable[[int | None], Cut | str]
 ) -> Plan:
     """The plan of ``plain``, or the one of ``chunked`` where it gains by that and gives the same bits.
 
-    ``find`` says how the loss would be cut under so many bytes of the device (None: those allowed), or why not. It is
+    ``chunked`` is told of how many seconds a step has to take less for its plan to be of use. ``find`` says how the
+    loss would be cut under so many bytes of the device (None: those allowed), or why not. It is
     not asked, and ``chunked`` is not made, where that could gain nothing; nor is ``chunked`` where the bits are not
     known to be the same: whoever wants it asks for it. Raises what ``plain`` raises where there is no plan.
     """
@@ -212,7 +213,7 @@ def choose_plan(
                 text, tier=refusal.tier, needed=refusal.needed, allowed=refusal.allowed, nearest=refusal.nearest
             ) from refusal
         try:
-            return chunked(cut)
+            return chunked(cut, inf)
         except ModelError:  # the model's loss is not one to be cut
             raise refusal from None
         except NoRoomTogether as other:
@@ -225,7 +226,7 @@ def choose_plan(
     if gives_up_nothing(first) or isinstance(cut := find(None), str) or not cut.exact:
         return first
     try:
-        second = chunked(cut)
+        second = chunked(cut, _to_beat(first))
     except (DoesNotFit, ModelError):
         return first
     return second if _is_faster(second, first) else first
@@ -235,7 +236,7 @@ def _when_allowed(
     plain: DoesNotFit,
     pieces: DoesNotFit,
     cut: Cut,
-    chunked: Callable[[Cut], Plan],
+    chunked: Callable[[Cut, float], Plan],
     find: Callable[[int | None], Cut | str],
 ) -> DoesNotFit:
     """What is to be answered where neither all logits at once (``plain``) nor pieces as in ``cut`` have room: who
@@ -248,10 +249,15 @@ def _when_allowed(
     if larger.piece == cut.piece:
         return pieces
     try:
-        chunked(larger)
+        chunked(larger, inf)
     except DoesNotFit as more:
         return more
     return pieces
+
+
+def _to_beat(plan: Plan) -> float:
+    """Seconds of a step that a search compares with those of its drafts: of several micro-batches it knows none."""
+    return inf if plan.accumulation is not None or plan.step_seconds is None else plan.step_seconds
 
 
 def _is_faster(plan: Plan, other: Plan) -> bool:

@@ -103,7 +103,7 @@ def test_a_refusal_says_what_is_needed_once_that_is_allowed(allows: int | None, 
     def plain() -> NoReturn:
         raise DoesNotFit("too little", tier="device", needed=4000, allowed=5)
 
-    def chunked(cut: Cut) -> NoReturn:
+    def chunked(cut: Cut, faster_than: float) -> NoReturn:
         raise DoesNotFit("too little", tier="device", needed=1024 + (40 if cut.piece == 64 else 0), allowed=5)
 
     with pytest.raises(DoesNotFit) as error:

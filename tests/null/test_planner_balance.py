@@ -14,7 +14,7 @@ from forebay.checking import check
 from forebay.errors import DoesNotFit
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.planners import Bench, Problem, balance
+from forebay.planners import Bench, Problem, balance, make_plan
 from forebay.planners.auto import levels, searched
 from forebay.planners.balance import SPENT, SPENT_LAST, balanced
 from forebay.planners.bench import SIMULATIONS
@@ -207,3 +207,26 @@ def test_what_no_slot_holds_keeps_its_own() -> None:
         check(lopsided(), on, bench.plan("balanced", found))
         assert all(p.parameters is Tier.DEVICE for p in (found.placements[0], found.placements[-1]))
     assert found != draft
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("on", range(len(MACHINES)))
+def test_who_has_a_faster_plan_is_not_searched_for_to_the_end(on: int) -> None:
+    """The plan is what it would be, or no faster than the one that there is; and that takes fewer simulations."""
+    least, most = (make_plan(problem(MACHINES[on]), policy).device for policy in ("stream-recompute", "resident"))
+    alone = problem(MACHINES[on], device=(least + most) // 2)
+    bench = Bench(alone)
+    plan = make_plan(alone, "auto", bench)
+    assert plan.step_seconds is not None
+    simulated = []
+    for part in (0.5, 0.95, 0.99, 1.001):
+        beside = alone.beside(part * plan.step_seconds)
+        other = Bench(beside)
+        found = make_plan(beside, "auto", other)
+        check(trace(), MACHINES[on], found)
+        assert found == plan or (found.step_seconds or 0.0) >= part * plan.step_seconds
+        simulated.append(other.simulated)
+    assert found == plan and simulated[-1] == bench.simulated
+    assert max(simulated) == bench.simulated
+    if on < len(MACHINES) // 2:  # where compute is fast there may be nothing to balance
+        assert simulated[0] < bench.simulated

@@ -96,6 +96,9 @@ def test_a_plan_leaves_what_its_pages_need() -> None:
         make_plan(tight, "resident")
     assert (refusal.value.needed, refusal.value.allowed) == (plan.device + needed - PAGES, plan.device)
     assert refusal.value.nearest[0].needed == refusal.value.needed
+    with pytest.raises(DoesNotFit, match="that pages of the allocator have more than is in them") as no_use:
+        make_plan(tight.beside(0.0), "resident")
+    assert no_use.value.needed == refusal.value.needed and not no_use.value.nearest
     enough = replace(problem, budget=replace(problem.budget, device=refusal.value.needed))
     found = make_plan(enough, "resident")
     assert (found.device, found.budget) == (plan.device, enough.budget)

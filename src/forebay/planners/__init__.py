@@ -143,7 +143,9 @@ def make_room(problem: Problem, policy: str, micro_batches: int, make: Make) -> 
     if not halved or not _halves_cost(room) or not _may_be_faster(problem, room):
         return room
     try:
-        whole = leave_room(problem, micro_batches, make)
+        # Of several micro-batches a search knows no step, and what leaves them room may be a slower one.
+        beside = problem.beside(room.plan.step_seconds) if micro_batches == 1 else problem
+        whole = leave_room(beside, micro_batches, make)
     except DoesNotFit:
         return room
     return whole if (whole.plan.step_seconds or inf) < (room.plan.step_seconds or 0.0) else room

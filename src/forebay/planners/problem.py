@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import get_args
 
 from forebay.arguments import expect, expect_micro_batches
@@ -31,7 +32,8 @@ class Problem:
     is. ``micro_batches`` of a step pass the model together (``forebay.accumulate``); the trace is of one of them.
     ``update`` "backward": gradients may be used up while backward runs (``Update.BACKWARD``). ``disk_copies`` and
     ``checksums``: as in ``Streaming``, for whatever a plan puts on disk; ``masters``: as there. ``accumulates``: as in
-    ``Plan``.
+    ``Plan``. Only a plan whose step takes less than ``faster_than`` seconds is of use to who asks, who has another one:
+    a search may end where it will find none.
 
     Raises ``ConfigError`` where these contradict each other.
     """
@@ -52,6 +54,7 @@ class Problem:
     checksums: bool = CHECKSUMS
     accumulates: bool = True
     masters: Masters = Masters.WHOLE
+    faster_than: float = inf
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):
@@ -118,6 +121,10 @@ class Problem:
             Tier.DISK: 0 if self.machine.disk is None else self.machine.disk.capacity,
         }[tier]
         return min(allowed, there)
+
+    def beside(self, seconds: float | None) -> Problem:
+        """The same for who has a plan whose step takes so many ``seconds`` (None: nobody knows)."""
+        return replace(self, faster_than=min(self.faster_than, inf if seconds is None else seconds))
 
     def with_halves(self) -> Problem:
         """The same with masters kept as their lower halves, where that loses nothing and whoever updates states has the
