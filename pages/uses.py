@@ -82,6 +82,10 @@ USES: Mapping[str, str] = MappingProxyType(
         " slower than `rotor`.",
         "moccasin": "As `checkmate`, with CP-SAT (`pip install 'forebay[cpsat]'`), which proves optima of small graphs"
         " sooner.",
+        "dtr": "Where copies cost more than computation, in little time to plan; beside `checkmate`, which takes longer.",
+        "delta": "As `dtr`, where what is dear to make again had better go to the host.",
+        "coop": "As `dtr`; to see what evicting neighbours in memory makes of it.",
+        "megtaichi": "As `dtr`; to see what counting free neighbours in memory makes of it.",
         "str": "As `capuchin`, where copies are many: what a swap hides under is worked out anew after each choice.",
         "mpress": "As a stage of a pipeline with devices that have room to spare (`--devices`); on one device, where"
         " swaps that hide and computation that is cheap are to share the work.",

@@ -21,7 +21,7 @@ def swaps(*tensors: tuple[int, float, float]) -> Swaps:
     able = []
     for place, (nbytes, left, asked) in enumerate(tensors):
         item = Item(f"op{place}", 0, 0.0, nbytes, nbytes, nbytes, float(nbytes), float(nbytes))
-        able.append(Idle(LAYER, (item.op, 0), item, None, left, asked, (0, 0)))
+        able.append(Idle(LAYER, (item.op, 0), item, None, 0.0, left, asked, (0, 0)))
     return Swaps(able, Moments((0.0, 2 * TURN), TURN))
 
 

@@ -32,7 +32,7 @@ def lying(*tensors: tuple[int, float, float, float | None], first: int = 0) -> B
     able = []
     for place, (nbytes, left, back, again) in enumerate(tensors):
         item = Item(f"op{place}", 0, again or 0.0, nbytes, nbytes, nbytes, nbytes, nbytes, reruns=again is not None)
-        able.append(Idle(LAYER, (item.op, 0), item, item, left, back, (first, OPS)))
+        able.append(Idle(LAYER, (item.op, 0), item, item, 0.0, left, back, (first, OPS)))
     return Bottlenecks(able, (TURN, TURN), COSTS, np.zeros(OPS))
 
 
@@ -64,8 +64,8 @@ def test_the_link_is_shared() -> None:
 def test_what_is_over_before_the_bottleneck_is_left_alone_until_it_counts() -> None:
     """Of two tensors the one that is idle where the most is needed goes first, though the other has more time."""
     item = Item("late", 0, 0.0, 8, 8, 8, 8.0, 8.0)
-    idle = [Idle(LAYER, ("early", 0), replace(item, op="early"), None, 0.0, 200.0, (0, 5))]
-    idle.append(Idle(LAYER, ("late", 0), item, None, 50.0, 150.0, (8, OPS)))
+    idle = [Idle(LAYER, ("early", 0), replace(item, op="early"), None, 0.0, 0.0, 200.0, (0, 5))]
+    idle.append(Idle(LAYER, ("late", 0), item, None, 0.0, 50.0, 150.0, (8, OPS)))
     need = np.zeros(OPS)
     need[3], need[10] = 10.0, 12.0
     assert said(Bottlenecks(idle, (TURN, TURN), COSTS, need)) == [("late", "all"), ("early", "all")]

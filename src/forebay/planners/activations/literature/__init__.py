@@ -1,4 +1,4 @@
-"""Published planners for activations that decide before the run, one file each: what ``auto`` is compared with.
+"""Published planners for activations, one file each: what ``auto`` is compared with.
 
 selective      the core of attention runs again
 attention      distflashattn, loongtrain: attention's results stay, or move, and the rest runs again
@@ -17,12 +17,17 @@ checkmate      which ops run again, by integer programming
 moccasin       the same by constraint programming
 autotm         which tensors move, by integer programming
 swapadvisor    which tensors move, by a genetic search
+dtr            played to the recorded step: what is stale, large and cheap to make again is evicted
+delta          the same by size and age, and swapped or made again, whichever is cheaper
+coop           the same of neighbours in memory, by a sliding window
+megtaichi      the same with free neighbours counted, and memory moved together
 mpress         what lies idle is swapped, the rest runs again: one stage of a pipeline
 ppaware        what hides is offloaded, the cheapest runs again: one stage of a pipeline
 
 layers, graph  what they see of a model: its blocks, their ops, who reads what
 placing        where parameters are, and from a decision to a plan or a refusal
 moments        when ops run if nothing waits, and how long tensors lie idle
+playing        a step played to a policy that decides while it runs; pool: memory as addresses
 mixing         from a ranking of tensors to what a plan says
 chaining       the dynamic programme over a chain of blocks; chained: with what blocks may be
 branching      branch and bound
@@ -42,8 +47,12 @@ from forebay.planners.activations.literature.attention import distflashattn, loo
 from forebay.planners.activations.literature.autotm import autotm
 from forebay.planners.activations.literature.capuchin import capuchin
 from forebay.planners.activations.literature.checkmate import checkmate
+from forebay.planners.activations.literature.coop import coop
+from forebay.planners.activations.literature.delta import delta
+from forebay.planners.activations.literature.dtr import dtr
 from forebay.planners.activations.literature.flashneuron import flashneuron
 from forebay.planners.activations.literature.joins import joins
+from forebay.planners.activations.literature.megtaichi import megtaichi
 from forebay.planners.activations.literature.moccasin import moccasin
 from forebay.planners.activations.literature.mpress import mpress
 from forebay.planners.activations.literature.pofo import pofo
@@ -76,13 +85,17 @@ LITERATURE: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxy
         "swapadvisor": swapadvisor,
         "joins": joins,
         "flashneuron": flashneuron,
+        "dtr": dtr,
         "pofo": pofo,
         "tsplit": tsplit,
+        "delta": delta,
+        "megtaichi": megtaichi,
         "selective": selective,
         "rockmate": rockmate,
         "moccasin": moccasin,
         "str": str_,
         "mpress": mpress,
+        "coop": coop,
         "distflashattn": distflashattn,
         "te": te,
         "loongtrain": loongtrain,

@@ -45,15 +45,16 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What an op of a block makes, from its last use in forward (``left``, seconds from the begin of the step) to the
-    first one in backward (``asked``). ``kept`` is the op where the block does not run again, ``again`` where it does
-    (None: it may not). ``free`` seconds are left if it goes and comes back in between; less than 0:
-    exposed. Nothing reads it from the first of the ops ``away`` (their numbers) on, up to the second."""
+    """What an op of a block makes (at ``made``, seconds from the begin of the step), from its last use in forward
+    (``left``) to the first one in backward (``asked``). ``kept`` is the op where the block does not run again,
+    ``again`` where it does (None: it may not). ``free`` seconds are left if it goes and comes back in between; less
+    than 0: exposed. Nothing reads it from the first of the ops ``away`` (their numbers) on, up to the second."""
 
     layer: Layer
     name: Name
     kept: Item
     again: Item | None
+    made: float
     left: float
     asked: float
     away: tuple[int, int]
@@ -86,7 +87,7 @@ def idle_of(bench: Bench, layers: Sequence[Layer]) -> list[Idle]:
         return []
     index, moments, found = liveness.index, Moments.of(bench), []
     for layer in layers:
-        names = index.named(layer.place)
+        names, first_op = index.named(layer.place), bench.costs.trace.visits[layer.place].first_op
         again = {(item.op, item.occurrence): item for item in layer.items.again or ()}
         for item in layer.items.kept:
             name = item.op, item.occurrence
@@ -96,7 +97,8 @@ def idle_of(bench: Bench, layers: Sequence[Layer]) -> list[Idle]:
             asked = min((index.asked[root] for root in saved if root in index.asked), default=index.ops)
             gone = min(last + 1, index.ops)
             left, back = min(moments.starts[gone], moments.turn), max(moments.starts[asked], moments.turn)
-            found.append(Idle(layer, name, item, again.get(name), left, back, (gone, asked)))
+            made = moments.starts[first_op + names[name]]
+            found.append(Idle(layer, name, item, again.get(name), made, left, back, (gone, asked)))
     return found
 
 
