@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import inf
 from random import Random
 
@@ -22,7 +22,7 @@ from forebay.planners.activations.literature.layers import layers_of
 from forebay.planners.activations.literature.megtaichi import MegTaichi
 from forebay.planners.activations.literature.moments import Idle, idle_of
 from forebay.planners.activations.literature.playing import Evicting, Neighbourhoods
-from forebay.planners.activations.literature.pool import FREE, Piece, Pool
+from forebay.planners.activations.literature.pool import FREE, Pool
 from forebay.plans import Plan
 from tests.null.literature.graphs import drawn, graph_trace
 from tests.null.literature.test_literature_policies import TRACE, moved, tight
@@ -165,13 +165,13 @@ def test_coop_evicts_neighbours_and_dtr_what_is_scattered() -> None:
     lying(coop, 40, 10, 40, 10)
     coop.make_room(4)
     gone = sorted(move.what.name[1] for move in coop.moves)
-    assert gone in ([0, 1], [1, 2], [2, 3]) and 4 in {piece.holder for piece in coop.pool.pieces}
+    assert gone in ([0, 1], [1, 2], [2, 3]) and 4 in coop.pool.holders
 
 
 def test_coop_places_cheap_and_dear_at_either_end() -> None:
     policy = Coop(in_a_row(40, 10, 40, wanted=10), 200, Neighbourhoods())
     assert not policy.play()
-    assert [piece.holder for piece in policy.pool.pieces] == [0, 2, FREE, 3, 1]
+    assert policy.pool.holders == [0, 2, FREE, 3, 1]
 
 
 def test_megtaichi_counts_free_neighbours() -> None:
@@ -187,7 +187,7 @@ def test_megtaichi_moves_together_what_is_left_where_that_is_enough() -> None:
     lying(policy, 15, 30, 15)
     policy.pool.release(0)
     policy.make_room(3)
-    assert not policy.moves and [piece.holder for piece in policy.pool.pieces] == [1, 2, 3, FREE]
+    assert not policy.moves and policy.pool.holders == [1, 2, 3, FREE]
 
 
 # Addresses.
@@ -203,36 +203,47 @@ def test_a_pool_has_each_byte_once_and_free_ones_together(data: st.DataObject, n
             pool.release(gone)
             del held[gone]
         want = data.draw(st.integers(1, 20))
-        largest = max((piece.nbytes for piece in pool.pieces if piece.holder == FREE), default=0)
+        largest = max((size for owner, size in pieces(pool) if owner == FREE), default=0)
         if pool.place(holder, want, high=data.draw(st.booleans())):
             held[holder] = want
         else:
             assert want > largest
-        assert {p.holder: p.nbytes for p in pool.pieces if p.holder != FREE} == held
-        assert sum(p.nbytes for p in pool.pieces) == nbytes and pool.free == nbytes - sum(held.values())
-        for one, other in zip(pool.pieces, pool.pieces[1:], strict=False):
-            assert one.holder != FREE or other.holder != FREE
-    order = [p.holder for p in pool.pieces if p.holder != FREE]
+        assert {owner: size for owner, size in pieces(pool) if owner != FREE} == held
+        assert sum(pool.sizes) == nbytes and pool.free == nbytes - sum(held.values())
+        assert all(one != FREE or one != other for one, other in pairwise(pool.holders))
+        beside = pool.beside(12).tolist()
+        for owner in range(12):
+            at = pool.holders.index(owner) if owner in held else -5
+            around = [
+                size for place, (whose, size) in enumerate(pieces(pool)) if whose == FREE and abs(place - at) == 1
+            ]
+            assert beside[owner] == sum(around)
+    order = [holder for holder in pool.holders if holder != FREE]
     pool.compact()
-    assert [p.holder for p in pool.pieces] == order + ([FREE] if pool.free else [])
+    assert pool.holders == order + ([FREE] if pool.free else []) and sum(pool.sizes) == nbytes
+
+
+def pieces(pool: Pool) -> list[tuple[int, int]]:
+    return list(zip(pool.holders, pool.sizes, strict=True))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    pieces=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.0, 1.0, 2.5, 4.0, inf])), max_size=8),
+    given_pieces=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.0, 1.0, 2.5, 4.0, inf])), max_size=8),
     wanted=st.integers(1, 30),
 )
-def test_a_window_is_the_cheapest_of_all(pieces: list[tuple[int, float]], wanted: int) -> None:
+def test_a_window_is_the_cheapest_of_all(given_pieces: list[tuple[int, float]], wanted: int) -> None:
     """Costs of 0 are those of free bytes."""
     pool = Pool(1)
-    pool.pieces = [Piece(FREE if cost == 0.0 else at, nbytes) for at, (nbytes, cost) in enumerate(pieces)]
-    found = pool.window(wanted, lambda holder: pieces[holder][1])
+    pool.holders = [FREE if cost == 0.0 else at for at, (_, cost) in enumerate(given_pieces)]
+    pool.sizes = [nbytes for nbytes, _ in given_pieces]
+    found = pool.window(wanted, [cost for _, cost in given_pieces])
     costs = [
-        sum(cost for _, cost in pieces[a:b])
-        for a, b in combinations(range(len(pieces) + 1), 2)
-        if sum(nbytes for nbytes, _ in pieces[a:b]) >= wanted
+        sum(cost for _, cost in given_pieces[a:b])
+        for a, b in combinations(range(len(given_pieces) + 1), 2)
+        if sum(nbytes for nbytes, _ in given_pieces[a:b]) >= wanted
     ]
     if min(costs, default=inf) == inf:
         assert found is None
     else:
-        assert found is not None and sum(pieces[holder][1] for holder in found) == min(costs)
+        assert found is not None and sum(given_pieces[holder][1] for holder in found) == min(costs)

@@ -53,7 +53,7 @@ class Coop(Evicting):
             return
         able = self.evictable
         costs = np.where(able, self.again_seconds / (self.nbytes * self.stale), np.inf)
-        window = self.pool.window(nbytes, costs.item)
+        window = self.pool.window(nbytes, costs.tolist())
         for victim in np.flatnonzero(able).tolist() if window is None else window:
             self.pool.release(victim)
             self.evict(victim)

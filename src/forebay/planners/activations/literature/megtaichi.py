@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
-
 from forebay.planners.activations.literature.layers import every_again
 from forebay.planners.activations.literature.moments import Idle
 from forebay.planners.activations.literature.placing import placed
@@ -49,9 +47,8 @@ class MegTaichi(Evicting):
             if self.pool.free >= nbytes:
                 self.pool.compact()
                 continue
-            beside = self.pool.beside()
-            around = np.array([beside.get(other, 0) for other in range(len(self.idle))], dtype=np.float64)
-            victim = self.cheapest(self.again_seconds / ((self.nbytes + around) * self.stale))
+            nbytes_together = self.nbytes + self.pool.beside(len(self.idle))
+            victim = self.cheapest(self.again_seconds / (nbytes_together * self.stale))
             if victim is None:
                 return
             self.pool.release(victim)

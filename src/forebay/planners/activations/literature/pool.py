@@ -2,102 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Sequence
+from math import inf
+from typing import Any, final
 
-__all__ = ["FREE", "Piece", "Pool"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FREE", "Pool"]
 
 FREE = -1
 """The holder of what nobody has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """``nbytes`` of neighbouring addresses that ``holder`` has."""
-
-    holder: int
-    nbytes: int
-
-
 @final
 class Pool:
-    """``pieces`` of memory in the order of their addresses; no two that are free are neighbours."""
+    """Neighbouring pieces of memory in the order of their addresses: ``holders`` have them, and ``sizes`` are their
+    bytes. No two that are free are neighbours; ``free`` are the bytes of all of these."""
 
     def __init__(self, nbytes: int) -> None:
-        self.pieces = [Piece(FREE, nbytes)] if nbytes > 0 else []
-
-    @property
-    def free(self) -> int:
-        """Bytes that nobody has, wherever they are."""
-        return sum(piece.nbytes for piece in self.pieces if piece.holder == FREE)
+        self.free = max(0, nbytes)
+        self.holders = [FREE] if self.free else []
+        self.sizes = [self.free] if self.free else []
 
     def place(self, holder: int, nbytes: int, *, high: bool = False) -> bool:
-        """Gives ``holder`` the lowest free addresses of so many bytes, or the highest ones; False where there are none
-        that are neighbours."""
-        places = range(len(self.pieces))
+        """Gives ``holder`` the lowest free addresses of so many bytes, one or more, or the highest ones; False where
+        there are none that are neighbours."""
+        places = range(len(self.sizes))
         for at in reversed(places) if high else places:
-            piece = self.pieces[at]
-            if piece.holder == FREE and piece.nbytes >= nbytes:
-                parts = [Piece(holder, nbytes), Piece(FREE, piece.nbytes - nbytes)]
-                self.pieces[at : at + 1] = [part for part in (parts[::-1] if high else parts) if part.nbytes]
+            if self.holders[at] == FREE and self.sizes[at] >= nbytes:
+                rest = self.sizes[at] - nbytes
+                # What is left is free on the side that was not asked for.
+                self.holders[at : at + 1] = ([FREE, holder] if high else [holder, FREE]) if rest else [holder]
+                self.sizes[at : at + 1] = ([rest, nbytes] if high else [nbytes, rest]) if rest else [nbytes]
+                self.free -= nbytes
                 return True
         return False
 
     def release(self, holder: int) -> None:
         """Takes from ``holder`` what it has, if anything."""
-        kept = (Piece(FREE, p.nbytes) if p.holder == holder else p for p in self.pieces)
-        self.pieces = list(_joined(kept))
+        if holder not in self.holders:
+            return
+        at = self.holders.index(holder)
+        self.free += self.sizes[at]
+        first = at - 1 if at and self.holders[at - 1] == FREE else at
+        behind = at + 2 if self.holders[at + 1 : at + 2] == [FREE] else at + 1
+        self.sizes[first:behind] = [sum(self.sizes[first:behind])]
+        self.holders[first:behind] = [FREE]
 
     def compact(self) -> None:
         """Moves all to the lowest addresses, in their order."""
-        free = self.free
-        self.pieces = [piece for piece in self.pieces if piece.holder != FREE]
-        if free:
-            self.pieces.append(Piece(FREE, free))
+        kept = [(holder, size) for holder, size in zip(self.holders, self.sizes, strict=True) if holder != FREE]
+        kept += [(FREE, self.free)] if self.free else []
+        self.holders, self.sizes = [holder for holder, _ in kept], [size for _, size in kept]
 
-    def beside(self) -> dict[int, int]:
-        """By holder the free bytes on either side."""
-        found: dict[int, int] = {}
-        for at, piece in enumerate(self.pieces):
-            if piece.holder != FREE:
-                around = self.pieces[max(0, at - 1) : at] + self.pieces[at + 1 : at + 2]
-                found[piece.holder] = sum(other.nbytes for other in around if other.holder == FREE)
+    def beside(self, count: int) -> NDArray[Any]:
+        """Of each of so many holders the free bytes on either side; 0 of those that have nothing."""
+        holders, sizes = np.array([FREE, *self.holders, FREE]), np.array([0, *self.sizes, 0], dtype=np.float64)
+        free = np.where(holders == FREE, sizes, 0.0)
+        around = free[:-2] + free[2:]
+        found = np.zeros(count)
+        held = holders[1:-1] != FREE
+        found[holders[1:-1][held]] = around[held]
         return found
 
-    def window(self, nbytes: int, cost: Callable[[int], float]) -> list[int] | None:
-        """The holders of the neighbouring pieces of ``nbytes`` together at least that cost the least together; of an
-        infinite ``cost`` are those that have to stay. None where they leave no such window."""
-        best, least = None, float("inf")
-        first, held, costs = 0, 0, 0.0
-        for last, piece in enumerate(self.pieces):
-            own = 0.0 if piece.holder == FREE else cost(piece.holder)
-            if own == float("inf"):
-                first, held, costs = last + 1, 0, 0.0
+    def window(self, nbytes: int, costs: Sequence[float]) -> list[int] | None:
+        """The holders of the neighbouring pieces of ``nbytes`` together at least that cost the least together, by the
+        ``costs`` of each; those of infinite costs have to stay. None where they leave no such window."""
+        owns = [0.0 if holder == FREE else costs[holder] for holder in self.holders]
+        best, least = None, inf
+        first, held, cost = 0, 0, 0.0
+        for last, own in enumerate(owns):
+            if own == inf:
+                first, held, cost = last + 1, 0, 0.0
                 continue
-            held, costs = held + piece.nbytes, costs + own
-            while held - self.pieces[first].nbytes >= nbytes:
-                gone = self.pieces[first]
-                held -= gone.nbytes
-                costs -= 0.0 if gone.holder == FREE else cost(gone.holder)
+            held, cost = held + self.sizes[last], cost + own
+            while held - self.sizes[first] >= nbytes:
+                held -= self.sizes[first]
+                cost -= owns[first]
                 first += 1
-            if held >= nbytes and costs < least:
-                best, least = (first, last + 1), costs
-        if best is None:
-            return None
-        return [piece.holder for piece in self.pieces[slice(*best)] if piece.holder != FREE]
-
-
-def _joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """``pieces`` with free neighbours as one."""
-    free = 0
-    for piece in pieces:
-        if piece.holder == FREE:
-            free += piece.nbytes
-            continue
-        if free:
-            yield Piece(FREE, free)
-        free = 0
-        yield piece
-    if free:
-        yield Piece(FREE, free)
+            if held >= nbytes and cost < least:
+                best, least = slice(first, last + 1), cost
+        return None if best is None else [holder for holder in self.holders[best] if holder != FREE]
