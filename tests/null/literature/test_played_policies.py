@@ -21,7 +21,7 @@ from forebay.planners.activations.literature.graph import Node, OpGraph
 from forebay.planners.activations.literature.layers import layers_of
 from forebay.planners.activations.literature.megtaichi import MegTaichi
 from forebay.planners.activations.literature.moments import Idle, idle_of
-from forebay.planners.activations.literature.playing import Evicting, Neighbourhoods
+from forebay.planners.activations.literature.playing import INSTANT, Evicting, Neighbourhoods
 from forebay.planners.activations.literature.pool import FREE, Pool
 from forebay.plans import Plan
 from tests.null.literature.graphs import drawn, graph_trace
@@ -88,7 +88,7 @@ def test_dtr_evicts_what_costs_the_least(seed: int, share: float) -> None:
                 around = brute_neighbourhood(
                     layer.graph, layer.graph.places[idle[n].name], frozenset(idle[k].name for k in own)
                 )
-                return around / (idle[n].nbytes * max(now - idle[n].left, 1e-300))
+                return around / (idle[n].nbytes * max(now - idle[n].left, INSTANT))
 
             victim = min(able, key=cost)
             there.remove(victim)
@@ -229,7 +229,7 @@ def pieces(pool: Pool) -> list[tuple[int, int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    given_pieces=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.0, 1.0, 2.5, 4.0, inf])), max_size=8),
+    given_pieces=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.0, 1.0, 2.5, 4.0, 1e9, inf])), max_size=8),
     wanted=st.integers(1, 30),
 )
 def test_a_window_is_the_cheapest_of_all(given_pieces: list[tuple[int, float]], wanted: int) -> None:

@@ -25,10 +25,10 @@ from forebay.planners.activations.literature.moments import Idle, idle_of
 from forebay.planners.activations.literature.placing import Answer, Room, within
 from forebay.planners.parts import KEPT
 
-__all__ = ["Evicting", "Neighbourhoods", "Start", "player"]
+__all__ = ["INSTANT", "Evicting", "Neighbourhoods", "Start", "player"]
 
-INSTANT: Final = float(np.finfo(np.float64).tiny)
-"""Seconds since it was used of what is used at this moment: none, but something to divide by."""
+INSTANT: Final = 1e-9
+"""Seconds since it was used of what is used at this moment: it costs much, but no more than can be added up."""
 
 
 class Neighbourhoods:

@@ -69,18 +69,16 @@ class Pool:
     def window(self, nbytes: int, costs: Sequence[float]) -> list[int] | None:
         """The holders of the neighbouring pieces of ``nbytes`` together at least that cost the least together, by the
         ``costs`` of each; those of infinite costs have to stay. None where they leave no such window."""
-        owns = [0.0 if holder == FREE else costs[holder] for holder in self.holders]
-        best, least = None, inf
-        first, held, cost = 0, 0, 0.0
-        for last, own in enumerate(owns):
-            if own == inf:
-                first, held, cost = last + 1, 0, 0.0
-                continue
-            held, cost = held + self.sizes[last], cost + own
-            while held - self.sizes[first] >= nbytes:
-                held -= self.sizes[first]
-                cost -= owns[first]
-                first += 1
-            if held >= nbytes and cost < least:
-                best, least = slice(first, last + 1), cost
-        return None if best is None else [holder for holder in self.holders[best] if holder != FREE]
+        owns = np.array([0.0 if holder == FREE else costs[holder] for holder in self.holders])
+        stay = owns == inf
+        bytes_before, costs_before, staying = (
+            np.concatenate([[0], np.cumsum(row)]) for row in (self.sizes, np.where(stay, 0.0, owns), stay)
+        )
+        # Of all windows that begin with one piece the shortest costs the least.
+        ends = np.searchsorted(bytes_before, bytes_before[:-1] + nbytes)
+        firsts = np.flatnonzero(ends < len(bytes_before))
+        firsts = firsts[staying[ends[firsts]] == staying[firsts]]
+        if not len(firsts):
+            return None
+        first = firsts[np.argmin(costs_before[ends[firsts]] - costs_before[firsts])]
+        return [holder for holder in self.holders[first : ends[first]] if holder != FREE]
