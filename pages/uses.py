@@ -82,7 +82,8 @@ USES: Mapping[str, str] = MappingProxyType(
         " slower than `rotor`.",
         "moccasin": "As `checkmate`, with CP-SAT (`pip install 'forebay[cpsat]'`), which proves optima of small graphs"
         " sooner.",
-        "dtr": "Where copies cost more than computation, in little time to plan; beside `checkmate`, which takes longer.",
+        "dtr": "Where copies cost more than computation, in little time to plan; beside `checkmate`, which takes"
+        " longer.",
         "delta": "As `dtr`, where what is dear to make again had better go to the host.",
         "coop": "As `dtr`; to see what evicting neighbours in memory makes of it.",
         "megtaichi": "As `dtr`; to see what counting free neighbours in memory makes of it.",
