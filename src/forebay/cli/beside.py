@@ -39,11 +39,11 @@ def made_beside(
     beside = min(cores() if most is None else most, len(jobs)) - 1
     if beside < 1:
         return list(map(make, jobs))
-    return _Bench(make, jobs, beside).run(patience)
+    return _Together(make, jobs, beside).run(patience)
 
 
 @final
-class _Bench(Generic[Job, Made]):
+class _Together(Generic[Job, Made]):
     """Jobs that are taken from the first on, by this process and in time by ``beside`` others. For each of those a
     thread here hands it one job at a time: what they have not been handed, this process takes from the last on."""
 

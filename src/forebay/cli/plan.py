@@ -136,19 +136,21 @@ def _answer(
     plain = asked(None)
     if settings.loss != "auto":
         return report_of(plain)
-    if fits_whole(plain.trace, plain.machine, budget, accumulates=settings.accumulate > 1):
-        soon = report_of(plain)
-        if soon.plan is not None and gives_up_nothing(soon.plan):
-            return soon  # whatever the loss: it is not captured, and not planned, twice
+    fits = fits_whole(plain.trace, plain.machine, budget, accumulates=settings.accumulate > 1)
+    known = report_of(plain) if fits else None
+    if known is not None and known.plan is not None and gives_up_nothing(known.plan):
+        return known  # whatever the loss: it is not captured, and not planned, twice
     cut = cut_for(found.model, found.batch, device, here)
     if isinstance(cut, str):
-        return report_of(plain)
+        return known or report_of(plain)
     try:
         pieces = asked(cut)
     except ModelError as error:
         # The model itself is fine: it has been captured. Its loss is not one that can be cut.
-        report = report_of(plain)
+        report = known or report_of(plain)
         return replace(report, notes=(*report.notes, str(error)))
+    if known is not None:
+        return choose_report(known, report_of(pieces), cut)
     began = time.perf_counter()
     at_once, in_pieces = made_beside(report_of, [plain, pieces])
     chosen = choose_report(at_once, in_pieces, cut)

@@ -63,7 +63,7 @@ UNMEASURED_SHARE = 0.5
 """Without a batch, everything stays on the device only if it takes at most this share of the budget."""
 
 CLIMBED = 0.06
-"""A share of a step that is more than climbing gains: 2.2 % at most in 23 plans for models of 0.5B to 8B, 5.0 % in 48
+"""A share of a step that is more than climbing gains: 2.2 % at most in 24 plans for models of 1B to 8B, 5.0 % in 48
 for eight small layers (docs/log.md, 2026-12-01)."""
 
 
