@@ -209,7 +209,7 @@ def test_what_no_slot_holds_keeps_its_own() -> None:
     assert found != draft
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("on", range(len(MACHINES)))
 def test_who_has_a_faster_plan_is_not_searched_for_to_the_end(on: int) -> None:
     """The plan is what it would be, or no faster than the one that there is; and that takes fewer simulations."""
