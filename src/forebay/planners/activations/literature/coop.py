@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import final
 
 import numpy as np
 
@@ -37,6 +38,7 @@ def coop(problem: Problem, bench: Bench | None = None) -> Plan:
     return placed(bench or Bench(problem), "coop", "when each tensor is made and used", decide, every_again)
 
 
+@final
 class Coop(Evicting):
     """Evicts the window that costs the least, and where none is large enough all that may go. What finds no addresses
     then is there without any."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import final
 
 from forebay.planners.activations.literature.capuchin import leanest
 from forebay.planners.activations.literature.moments import Idle
@@ -34,6 +35,7 @@ def delta(problem: Problem, bench: Bench | None = None) -> Plan:
     return placed(bench or Bench(problem), "delta", "when each tensor is made and used", decide, leanest)
 
 
+@final
 class Delta(Evicting):
     """Evicts what is large and stale; the link is busy with what was swapped until ``_busy`` (seconds)."""
 

@@ -16,6 +16,7 @@ classes of tensors that have been evicted beside each other for it.
 from __future__ import annotations
 
 from functools import partial
+from typing import final
 
 from forebay.planners.activations.literature.layers import every_again
 from forebay.planners.activations.literature.placing import placed
@@ -33,6 +34,7 @@ def dtr(problem: Problem, bench: Bench | None = None) -> Plan:
     return placed(bench or Bench(problem), "dtr", "when each tensor is made and used", decide, every_again)
 
 
+@final
 class Dtr(Evicting):
     """Evicts by the least ``h``."""
 

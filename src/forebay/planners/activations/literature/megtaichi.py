@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import final
 
 from forebay.planners.activations.literature.layers import every_again
 from forebay.planners.activations.literature.moments import Idle
@@ -34,6 +35,7 @@ def megtaichi(problem: Problem, bench: Bench | None = None) -> Plan:
     return placed(bench or Bench(problem), "megtaichi", "when each tensor is made and used", decide, every_again)
 
 
+@final
 class MegTaichi(Evicting):
     """Evicts what makes the most of free neighbours. What finds no addresses whatever goes is there without any."""
 

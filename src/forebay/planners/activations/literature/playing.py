@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ INSTANT: Final = 1e-9
 """Seconds since it was used of what is used at this moment: it costs much, but no more than can be added up."""
 
 
+@final
 class Neighbourhoods:
     """What it takes to make a tensor again, and what is evicted around it: blocks that are alike share what is found.
 
