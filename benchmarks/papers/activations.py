@@ -291,21 +291,30 @@ ROCKMATE: Final[Mapping[str, tuple[Shape, int]]] = MappingProxyType(
 
 def rockmate_checkmate() -> Row:
     """A menu for each block and rotor's recursion, beside all ops at once."""
-    ratios, tried = _beside_checkmate("rockmate")
-    return Row(
-        name="rockmate-checkmate",
+    return _beside_checkmate(
+        "rockmate",
         system="Rockmate",
-        claim="step beside checkmate's, within so much less memory for activations; ours: V100",
         paper="as efficient as Checkmate, as fast as rotor; 2 to 5 times less memory for 10 to 20 % of overhead",
-        ours=_in_words(ratios),
-        agrees=bool(ratios) and max(ratios.values()) <= 1.05,
+        most=1.05,
         why="checkmate stops after a number of relaxations and may be behind by what its gap says",
-        points=tried,
     )
 
 
-def _beside_checkmate(policy: str) -> tuple[dict[tuple[str, int], float], tuple[Point, ...]]:
-    """Of each model and share of the memory for activations the step of ``policy`` over checkmate's; all points."""
+def dtr_checkmate() -> Row:
+    """Evicting when memory is full, beside the best that is known beforehand."""
+    return _beside_checkmate(
+        "dtr",
+        system="DTR",
+        paper="closely matches the performance of optimal static checkpointing, without knowing the model beforehand",
+        most=CLOSELY,
+        why=f"the abstract has no figure: closely is {CLOSELY - 1:.0%} here; its runtime evicts tensor by tensor in "
+        "backward, too, where a plan makes a block again once and as a whole",
+    )
+
+
+def _beside_checkmate(policy: str, *, system: str, paper: str, most: float, why: str) -> Row:
+    """The step of ``policy`` over checkmate's, for each model and share of the memory for activations; they agree where
+    it is no more than ``most``."""
     card, ratios, tried = _v100(ENDLESS), dict[tuple[str, int], float](), list[Point]()
     for name, (shape, batch) in ROCKMATE.items():
         _, standing, held = _kept(shape, batch, card)
@@ -315,26 +324,15 @@ def _beside_checkmate(policy: str) -> tuple[dict[tuple[str, int], float], tuple[
             tried += both
             if both[0].step_seconds and both[1].step_seconds:
                 ratios[name, share] = both[0].step_seconds / both[1].step_seconds
-    return ratios, tuple(tried)
-
-
-def _in_words(ratios: Mapping[tuple[str, int], float]) -> str:
-    return ", ".join(f"{name} 1/{share}: {ratio:.3f}" for (name, share), ratio in ratios.items())
-
-
-def dtr_checkmate() -> Row:
-    """Evicting when memory is full, beside the best that is known beforehand."""
-    ratios, tried = _beside_checkmate("dtr")
     return Row(
-        name="dtr-checkmate",
-        system="DTR",
+        name=f"{policy}-checkmate",
+        system=system,
         claim="step beside checkmate's, within so much less memory for activations; ours: V100",
-        paper="closely matches the performance of optimal static checkpointing, without knowing the model beforehand",
-        ours=_in_words(ratios),
-        agrees=bool(ratios) and max(ratios.values()) <= CLOSELY,
-        why=f"the abstract has no figure: closely is {CLOSELY - 1:.0%} here; its runtime evicts tensor by tensor in "
-        "backward, too, where a plan makes a block again once and as a whole",
-        points=tried,
+        paper=paper,
+        ours=", ".join(f"{name} 1/{share}: {ratio:.3f}" for (name, share), ratio in ratios.items()),
+        agrees=bool(ratios) and max(ratios.values()) <= most,
+        why=why,
+        points=tuple(tried),
     )
 
 

@@ -28,7 +28,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
 from forebay.phases import PhasePeaks, phases
 from forebay.planners import Bench, Problem, alternatives, make_plan, make_room
-from forebay.planners.parts import Draft, all_resident, gives_up_nothing
+from forebay.planners.parts import Draft, gives_up_nothing
 from forebay.planners.room import Room
 from forebay.planners.speculation import second_copies
 from forebay.plans import Plan, Update, UpdateTime
@@ -38,7 +38,7 @@ from forebay.timeline import Timeline
 from forebay.trace import Footprint, Trace
 from forebay.units import format_apart, format_bytes, format_seconds
 
-__all__ = ["SEVERAL", "assess", "choose_plan", "choose_report", "fits_whole", "problem_of"]
+__all__ = ["SEVERAL", "assess", "choose_plan", "choose_report", "problem_of"]
 
 SEVERAL = "a loop of several backwards a step (--accumulate; what forebay.prepare plans for unless accumulates=False)"
 """What plans of one backward a step are not for, in words."""
@@ -85,11 +85,6 @@ def problem_of(
         checksums=checksums,
         accumulates=accumulates,
     )
-
-
-def fits_whole(trace: Trace, machine: Machine, budget: Budget, *, accumulates: bool = True) -> bool:
-    """Whether the device has room for all of a step, as plain PyTorch has it. ``accumulates``: see ``Problem``."""
-    return Bench(problem_of(trace, machine, budget, accumulates=accumulates)).fits_device(all_resident(trace.model))
 
 
 NOTABLE = 100
@@ -194,9 +189,9 @@ def choose_plan(
     """The plan of ``plain``, or the one of ``chunked`` where it gains by that and gives the same bits.
 
     ``chunked`` is told of how many seconds a step has to take less for its plan to be of use. ``find`` says how the
-    loss would be cut under so many bytes of the device (None: those allowed), or why not. It is
-    not asked, and ``chunked`` is not made, where that could gain nothing; nor is ``chunked`` where the bits are not
-    known to be the same: whoever wants it asks for it. Raises what ``plain`` raises where there is no plan.
+    loss would be cut under so many bytes of the device (None: those allowed), or why not. It is not asked, and
+    ``chunked`` is not made, where that could gain nothing; nor is ``chunked`` where the bits are not known to be the
+    same: whoever wants it asks for it. Raises what ``plain`` raises where there is no plan.
     """
     try:
         first = plain()

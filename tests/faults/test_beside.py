@@ -15,6 +15,7 @@ import pytest
 
 from forebay.cli.beside import made_beside
 from forebay.errors import DoesNotFit
+from tests.faults.programs import ENVIRONMENT, until
 
 JOBS = range(6)
 
@@ -79,7 +80,7 @@ def test_processes_that_cannot_be_started_leave_their_jobs_to_this_one() -> None
         "from tests.faults.test_beside import JOBS, made_by\n"
         "assert [job for job, _ in made_beside(made_by, JOBS, most=3, patience=0.0)] == list(JOBS)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment())
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=ENVIRONMENT)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -94,8 +95,8 @@ def test_none_outlives_the_one_that_has_started_it(tmp_path: Path, how: signal.S
         "    raise SystemExit(130)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=environment()) as process:
-        until(lambda: len(list(tmp_path.iterdir())) == 3)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=ENVIRONMENT) as process:
+        assert until(lambda: len(list(tmp_path.iterdir())) == 3)
         if how is signal.SIGINT:
             os.killpg(process.pid, how)  # as a terminal does
         else:
@@ -103,17 +104,4 @@ def test_none_outlives_the_one_that_has_started_it(tmp_path: Path, how: signal.S
         _, said = process.communicate(timeout=60)
     assert process.returncode == (130 if how is signal.SIGINT else -signal.SIGKILL)
     assert b"Traceback" not in said
-    until(lambda: not any(Path(f"/proc/{file.name}").exists() for file in tmp_path.iterdir()))
-
-
-def until(there: object, seconds: float = 60.0) -> None:
-    """Waits until ``there`` says so."""
-    assert callable(there)
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end, f"not in {seconds} s"
-        time.sleep(0.05)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert until(lambda: not any(Path(f"/proc/{file.name}").exists() for file in tmp_path.iterdir()))

@@ -4,14 +4,13 @@ saved is lost."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.faults.programs import ENVIRONMENT, ROOT
 
 
 # So many of each of six ways: 240 in the long run, each at a process that lived.
@@ -24,7 +23,7 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path
         timeout=250 if kills == 1 else 1750,
         cwd=ROOT,
         check=False,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

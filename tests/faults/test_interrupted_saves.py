@@ -3,7 +3,6 @@ end of the program too."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from forebay.checkpoint.ending import Ending
 from forebay.device.base import Completion
 from forebay.device.completions import LaneCompletion, dependency_failure
 from tests.faults.crashing import Counted
+from tests.faults.programs import ENVIRONMENT
 from tests.faults.test_checkpoint_in_place import Reader, Trained, operations, reader, trained
 from tests.parity.content import expect_same
 
@@ -183,14 +183,13 @@ for depth in (1, 2):
 def test_a_program_that_ends_behind_a_save_has_it_all_the_same(
     reader: Reader, trained: Trained, tmp_path: Path
 ) -> None:
-    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"},
+        env=ENVIRONMENT,
     )
     assert (done.returncode, done.stderr) == (0, "")
     content = trained.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import subprocess
 import sys
 import textwrap
@@ -25,6 +24,7 @@ from forebay.runtime.store import Store
 from forebay.timeline import Lane
 from forebay.units import MiB
 from tests.faults.faulty import Late, Refuses, fill_disk, train_until_refused
+from tests.faults.programs import ENVIRONMENT, ROOT
 from tests.faults.residue import mapped, nothing_left_behind
 from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network, prepare, step
 
@@ -168,15 +168,14 @@ def run(body: str, folder: Path, expect: int = 0) -> str:
         assert any(folder.iterdir())
     """
     program = textwrap.dedent(head) + textwrap.dedent(body)
-    root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
         [sys.executable, "-c", program, str(folder)],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=root,
+        cwd=ROOT,
         check=False,
-        env=os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"},
+        env=ENVIRONMENT,
     )
     assert result.returncode == expect, result.stderr
     return result.stderr

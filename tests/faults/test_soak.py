@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay.units import KiB
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.faults.programs import ENVIRONMENT, ROOT
 
 
 @pytest.mark.parametrize("steps", [200, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
@@ -24,7 +22,7 @@ def test_nothing_grows(steps: int, tmp_path: Path) -> None:
         timeout=250 if steps == 200 else 850,
         cwd=ROOT,
         check=False,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
     parts = json.loads(done.stdout)

@@ -8,9 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -29,14 +27,13 @@ from forebay.runtime.hooks import session_of
 from forebay.runtime.storage_orders import Order
 from forebay.runtime.storage_side import StoragePolicy, StorageWorker
 from forebay.tiers.shared import SharedArena, mapped
+from tests.faults.programs import SOON, until
 from tests.faults.residue import nothing_left_behind
 from tests.faults.trained import Trained, disk_plan, network
 
 __all__ = ["nothing_left_behind"]
 
 STATES = ("exp_avg", "exp_avg_sq")
-SOON = 30.0
-"""Seconds in which whatever is to end has ended, on a machine that is busy."""
 
 
 def at_storage(folder: Path) -> Plan:
@@ -51,14 +48,6 @@ def worker_of(run: Trained) -> StorageWorker:
     beside = session_of(run.model).session.store.beside
     assert beside is not None
     return beside.worker
-
-
-def until(true: Callable[[], bool]) -> bool:
-    """Whether it comes to be true, soon."""
-    end = time.monotonic() + SOON
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
 
 
 def alive(process: int) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "STEPS",
     "WARM_STEPS",
-    "Asked",
     "Run",
     "Shares",
     "candidate_of",
@@ -192,10 +192,10 @@ def compare_policies(
     ``micro_batches`` that pass the model together. Budgets differ in the device alone: with more of it ``auto`` is
     never slower (``planners.sweep``). ``run`` is given the plan of each that fits, one after the other; ``tell`` hears
     whose it is. ``update``: see ``Problem``."""
-    asked = [Asked(policy, budget) for policy in policies for budget in budgets]
+    asked = list(product(policies, budgets))
     make = partial(candidate_of, trace, machine, micro_batches, update)
     made = dict(zip(asked, made_beside(make, asked), strict=True))
-    answers = {policy: [made[Asked(policy, budget)] for budget in budgets] for policy in policies}
+    answers = {policy: [made[policy, budget] for budget in budgets] for policy in policies}
     if "auto" in answers:  # the published ones answer each budget as their papers do
         answers["auto"] = _never_slower(answers["auto"], budgets)
     found = []
@@ -240,25 +240,18 @@ def _never_slower(
     return found
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One row of the table."""
-
-    policy: str
-    budget: Budget
-
-
 @collector_paused()
 def candidate_of(
-    trace: Trace, machine: Machine, micro_batches: int, update: UpdateTime, asked: Asked
+    trace: Trace, machine: Machine, micro_batches: int, update: UpdateTime, asked: tuple[str, Budget]
 ) -> tuple[Candidate, Plan | None]:
-    """The answer of the policy that is ``asked`` for, and its plan if it has one. See ``compare_policies``."""
+    """The answer of the policy that is ``asked`` for within a budget, and its plan if it has one. See
+    ``compare_policies``."""
     from forebay.figures import with_figures
     from forebay.planners import make_plan, make_room
     from forebay.planning import predict, problem_of
     from forebay.simulation import by_turns, together
 
-    policy, budget = asked.policy, asked.budget
+    policy, budget = asked
     # Each has benches of its own: what another policy has simulated on one would count as found by this one.
     problem = problem_of(trace, machine, budget, update=update, accumulates=micro_batches > 1)
     start = time.perf_counter()

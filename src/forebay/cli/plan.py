@@ -119,8 +119,9 @@ def _answer(
     here: torch.device | None,
 ) -> PlanReport:
     """The report on the model of ``found``; ``here`` is the device where it will run, None: on another machine."""
+    from forebay.planners import holds_all
     from forebay.planners.parts import gives_up_nothing
-    from forebay.planning import choose_report, fits_whole
+    from forebay.planning import choose_report, problem_of
     from forebay.profiler.loss import cut_for, forced_cut
 
     device = machine.device_capacity if settings.device_memory is None else settings.device_memory
@@ -136,8 +137,8 @@ def _answer(
     plain = asked(None)
     if settings.loss != "auto":
         return report_of(plain)
-    fits = fits_whole(plain.trace, plain.machine, budget, accumulates=settings.accumulate > 1)
-    known = report_of(plain) if fits else None
+    problem = problem_of(plain.trace, plain.machine, budget, accumulates=settings.accumulate > 1)
+    known = report_of(plain) if holds_all(problem) else None
     if known is not None and known.plan is not None and gives_up_nothing(known.plan):
         return known  # whatever the loss: it is not captured, and not planned, twice
     cut = cut_for(found.model, found.batch, device, here)

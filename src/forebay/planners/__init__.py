@@ -60,6 +60,7 @@ __all__ = [
     "Problem",
     "alternatives",
     "for_policy",
+    "holds_all",
     "make_plan",
     "make_room",
 ]
@@ -115,9 +116,12 @@ def for_policy(problem: Problem, policy: str) -> Problem:
 
 
 def _stays(problem: Problem) -> bool:
-    """Whether a device that is not the host has room for all of the model, and for all that a step saves."""
-    if problem.machine is None or problem.machine.device_kind == "cpu":
-        return False
+    """``holds_all`` of a device that is not the host."""
+    return problem.machine is not None and problem.machine.device_kind != "cpu" and holds_all(problem)
+
+
+def holds_all(problem: Problem) -> bool:
+    """Whether the device has room for all of the model, and for all that a step saves, as plain PyTorch has it."""
     return Bench(problem).fits_device(all_resident(problem.model))
 
 

@@ -38,7 +38,7 @@ def with_pages(bench: Bench, make: Callable[[Problem, Bench], Plan]) -> Plan:
             return plan
         refusal = pages_too_small(bench, plan, needed)
         if (plan.step_seconds or 0.0) >= problem.faster_than:
-            raise refusal  # who asks has a plan that is faster, and those with less are slower
+            raise refusal  # who asks has a plan that is faster; with less this one would hardly become so
         if made == ROUNDS:
             raise refused(bench, refusal, Draft.of(plan))
         less = replace(problem, budget=problem.budget.with_planned_device(limit - (needed - PAGES)))

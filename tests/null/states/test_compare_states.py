@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 
 from forebay.budgets import Budget
-from forebay.cli import compare
 from forebay.cli.beside import made_beside
-from forebay.cli.compare import Shares, compare_policies, parse_budgets, parse_policies
+from forebay.cli.compare import Shares, candidate_of, compare_policies, parse_budgets, parse_policies
 from forebay.cli.main import app
 from forebay.errors import ConfigError
 from forebay.memory import Tier
@@ -65,8 +64,8 @@ def test_the_figures_are_those_of_the_plan() -> None:
 
 
 def test_other_processes_give_the_same_answers() -> None:
-    asked = [compare.Asked(policy, Budget(EVERYTHING // 2)) for policy in ("auto", *STATES)]
-    found = made_beside(partial(compare.candidate_of, TRACE, ON, 1, "step"), asked, most=2, patience=0.0)
+    asked = [(policy, Budget(EVERYTHING // 2)) for policy in ("auto", *STATES)]
+    found = made_beside(partial(candidate_of, TRACE, ON, 1, "step"), asked, most=2, patience=0.0)
     assert [timeless(one) for one, _ in found] == [timeless(one) for one in candidates(EVERYTHING // 2)]
     assert {one.policy for one, plan in found if plan is not None} == {one.policy for one, _ in found if one.feasible}
 

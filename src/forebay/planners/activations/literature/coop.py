@@ -15,15 +15,12 @@ is played. And where things are in it decides what is evicted, and no more: a ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import final
 
 import numpy as np
 
-from forebay.planners.activations.literature.layers import every_again
 from forebay.planners.activations.literature.moments import Idle
-from forebay.planners.activations.literature.placing import placed
-from forebay.planners.activations.literature.playing import Evicting, Neighbourhoods, player
+from forebay.planners.activations.literature.playing import Evicting, Neighbourhoods, played
 from forebay.planners.activations.literature.pool import Pool
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
@@ -34,8 +31,7 @@ __all__ = ["Coop", "coop"]
 
 def coop(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    decide = partial(player, start=Coop)
-    return placed(bench or Bench(problem), "coop", "when each tensor is made and used", decide, every_again)
+    return played(problem, bench, "coop", Coop)
 
 
 @final
@@ -54,7 +50,7 @@ class Coop(Evicting):
         if not nbytes or self.pool.place(number, nbytes, high=high):
             return
         able = self.evictable
-        costs = np.where(able, self.again_seconds / (self.nbytes * self.stale), np.inf)
+        costs = np.where(able, self.costs(self.nbytes), np.inf)
         window = self.pool.window(nbytes, costs.tolist())
         for victim in np.flatnonzero(able).tolist() if window is None else window:
             self.pool.release(victim)

@@ -15,13 +15,11 @@ copy back late; where the copy back begins is the runtime's to find, as far ahea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import final
 
 from forebay.planners.activations.literature.capuchin import leanest
 from forebay.planners.activations.literature.moments import Idle
-from forebay.planners.activations.literature.placing import placed
-from forebay.planners.activations.literature.playing import Evicting, Neighbourhoods, player
+from forebay.planners.activations.literature.playing import Evicting, Neighbourhoods, played
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
@@ -31,8 +29,7 @@ __all__ = ["Delta", "delta"]
 
 def delta(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    decide = partial(player, start=Delta)
-    return placed(bench or Bench(problem), "delta", "when each tensor is made and used", decide, leanest)
+    return played(problem, bench, "delta", Delta, leanest)
 
 
 @final

@@ -15,12 +15,9 @@ classes of tensors that have been evicted beside each other for it.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import final
 
-from forebay.planners.activations.literature.layers import every_again
-from forebay.planners.activations.literature.placing import placed
-from forebay.planners.activations.literature.playing import Evicting, player
+from forebay.planners.activations.literature.playing import Evicting, played
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
@@ -30,8 +27,7 @@ __all__ = ["Dtr", "dtr"]
 
 def dtr(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    decide = partial(player, start=Dtr)
-    return placed(bench or Bench(problem), "dtr", "when each tensor is made and used", decide, every_again)
+    return played(problem, bench, "dtr", Dtr)
 
 
 @final
@@ -40,7 +36,7 @@ class Dtr(Evicting):
 
     def make_room(self, number: int) -> None:
         while self.held + self.nbytes[number] > self.allowed:
-            victim = self.cheapest(self.again_seconds / (self.nbytes * self.stale))
+            victim = self.cheapest(self.costs(self.nbytes))
             if victim is None:
                 return
             self.evict(victim)

@@ -14,13 +14,10 @@ in it. The paper's partition of the model over devices is not here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import final
 
-from forebay.planners.activations.literature.layers import every_again
 from forebay.planners.activations.literature.moments import Idle
-from forebay.planners.activations.literature.placing import placed
-from forebay.planners.activations.literature.playing import Evicting, Neighbourhoods, player
+from forebay.planners.activations.literature.playing import Evicting, Neighbourhoods, played
 from forebay.planners.activations.literature.pool import Pool
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
@@ -31,8 +28,7 @@ __all__ = ["MegTaichi", "megtaichi"]
 
 def megtaichi(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    decide = partial(player, start=MegTaichi)
-    return placed(bench or Bench(problem), "megtaichi", "when each tensor is made and used", decide, every_again)
+    return played(problem, bench, "megtaichi", MegTaichi)
 
 
 @final
@@ -49,8 +45,7 @@ class MegTaichi(Evicting):
             if self.pool.free >= nbytes:
                 self.pool.compact()
                 continue
-            nbytes_together = self.nbytes + self.pool.beside(len(self.idle))
-            victim = self.cheapest(self.again_seconds / (nbytes_together * self.stale))
+            victim = self.cheapest(self.costs(self.nbytes + self.pool.beside(len(self.idle))))
             if victim is None:
                 return
             self.pool.release(victim)

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.planners.activations.literature.graph import Name, OpGraph
-from forebay.planners.activations.literature.layers import Choice
+from forebay.planners.activations.literature.layers import Choice, Layer, every_again
 from forebay.planners.activations.literature.mixing import Move, choice_of
 from forebay.planners.activations.literature.moments import Idle, idle_of
-from forebay.planners.activations.literature.placing import Answer, Room, within
+from forebay.planners.activations.literature.placing import Answer, Room, placed, within
+from forebay.planners.bench import Bench
 from forebay.planners.parts import KEPT
+from forebay.planners.problem import Problem
+from forebay.plans import Plan
 
-__all__ = ["INSTANT", "Evicting", "Neighbourhoods", "Start", "player"]
+__all__ = ["INSTANT", "Evicting", "Neighbourhoods", "Start", "played"]
 
 INSTANT: Final = 1e-9
 """Seconds since it was used of what is used at this moment: it costs much, but no more than can be added up."""
@@ -142,6 +146,12 @@ class Evicting(ABC):
         seconds: NDArray[Any] = np.maximum(self.now - self._left, INSTANT)
         return seconds
 
+    def costs(self, nbytes: NDArray[Any]) -> NDArray[Any]:
+        """``h`` of Kirisame et al. with so many bytes for each: seconds to make it again and all that is evicted around
+        it, over bytes and the seconds since it was used last."""
+        found: NDArray[Any] = self.again_seconds / (nbytes * self.stale)
+        return found
+
     def cheapest(self, costs: NDArray[Any]) -> int | None:
         """The one that may go and costs the least, of several the one that was made first; None where none may."""
         able = self.evictable
@@ -159,20 +169,31 @@ class Evicting(ABC):
 Start = Callable[[Sequence[Idle], int, Neighbourhoods], Evicting]
 """A policy, for a step that is played to it in a room of so many bytes."""
 
+Leanest = Callable[[tuple[Layer, ...]], Choice]
+"""What a policy can do that needs the least of the device."""
 
-def player(room: Room, start: Start) -> Answer | None:
-    """What the policy evicts in the largest room with which that fits; None where it never does."""
+
+def played(problem: Problem, bench: Bench | None, policy: str, start: Start, leanest: Leanest = every_again) -> Plan:
+    """The plan of the ``policy`` of that name, which ``start`` begins: what it evicts in the largest room with which
+    that fits. Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
+    decide = partial(_decide, start=start)
+    return placed(bench or Bench(problem), policy, "when each tensor is made and used", decide, leanest)
+
+
+def _decide(room: Room, start: Start) -> Answer | None:
     if room.fits(KEPT):
         return Answer(KEPT)
     idle, around = idle_of(room.bench, room.layers), Neighbourhoods()
-    said: dict[int, str] = {}
+    moves: dict[int, Sequence[Move]] = {}
 
     def evicted(allowed: int) -> Choice:
-        moves = start(idle, allowed, around).play()
-        again = sum(move.again for move in moves)
-        choice = choice_of(moves)
-        said[id(choice)] = f"{again} tensors are evicted and made again, {len(moves) - again} swapped, of {len(idle)}"
-        return choice
+        moves[allowed] = start(idle, allowed, around).play()
+        return choice_of(moves[allowed])
 
-    choice, _ = within(room, evicted, sum(one.nbytes for one in idle))
-    return None if choice is None else Answer(room.level(choice), (said[id(choice)],))
+    choice, allowed = within(room, evicted, sum(one.nbytes for one in idle))
+    if choice is None:
+        return None
+    again = sum(move.again for move in moves[allowed])
+    swapped = len(moves[allowed]) - again
+    words = f"{again} tensors are evicted and made again, {swapped} swapped, of {len(idle)}"
+    return Answer(room.level(choice), (words,))
