@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 from math import inf
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,6 +155,12 @@ def lying(policy: Coop | MegTaichi, *nbytes: int) -> None:
     for number, size in enumerate(nbytes):
         assert policy.pool.place(number, size)
         policy.there[number] = True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_without_elements_is_in_nobodys_way(kind: type[Evicting]) -> None:
+    with np.errstate(all="raise"):
+        assert evicted(kind(in_a_row(0, 30, 40, wanted=20), 80, Neighbourhoods())) == [2]
 
 
 def test_coop_evicts_neighbours_and_dtr_what_is_scattered() -> None:

@@ -92,7 +92,7 @@ class Evicting(ABC):
         self.now = 0.0
         self.moves: list[Move] = []
         self.there = np.zeros(len(idle), dtype=bool)
-        self.nbytes = np.array([one.nbytes for one in idle], dtype=np.float64)
+        self.nbytes = np.array([max(1, one.nbytes) for one in idle], dtype=np.float64)  # it is divided by
         self.again_seconds = np.zeros(len(idle))
         self._left = np.array([one.left for one in idle], dtype=np.float64)
         self._comes_back = np.array([self.may_evict(one) for one in idle], dtype=bool)
