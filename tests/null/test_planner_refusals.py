@@ -49,6 +49,18 @@ def test_a_device_refusal_names_the_least_that_is_enough(policy: str) -> None:
     assert f"device_memory {format_enough(error.needed)}" in str(error)
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+def test_the_least_is_enough_where_activations_come_back_behind_a_large_gradient(layers: int) -> None:
+    """A head whose gradient leaves before the first activation comes back: what waits for its landing is never there
+    beside it, nor is what comes behind that on the same lane."""
+    blocks = [block(f"l{i}", *[((32, 32), "float32", True)] * 2) for i in range(layers)]
+    head = block("head", ((256, 256), "float32", True))
+    small = [Layer(b.name, saved=(32768,) * 2, out=8192) for b in blocks]
+    trace = chain_trace([*blocks, head], [*small, Layer("head", saved=(8192,), out=8192)], input_nbytes=8192)
+    error = refused(asked(trace, machine(), device=1))
+    assert make_plan(asked(trace, machine(), device=error.needed), "auto").device == error.needed
+
+
 def test_a_smaller_batch_is_an_estimate_that_holds() -> None:
     """Activations here are exactly in proportion to the batch, so the share that is named must fit."""
     least = refused(asked(TRACE, ON, device=1)).needed

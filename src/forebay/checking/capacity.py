@@ -205,9 +205,10 @@ class _Claims:
         self._note(index, self._claimed[index])
 
     def _arrive(self, *actions: int) -> None:
-        """What is back for certain when each of ``actions`` starts."""
+        """What is back for certain when each of ``actions`` starts; what that had waited for is away by then."""
         while self._arriving and all([self._order.before(self._arriving[0][0], index) for index in actions]):
-            self._steady += self._arriving.popleft()[1]
+            reload, nbytes = self._arriving.popleft()
+            self._steady += nbytes - self._leaving.let_go(reload)
 
     def _let_go(self) -> None:
         while self._held and self._held[0][0] <= self._reached:
