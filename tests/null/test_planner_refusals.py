@@ -204,6 +204,18 @@ def test_a_smaller_optimizer_is_named_where_it_is_enough() -> None:
     assert not [r for r in error.nearest if r.what == "optimizer"]
 
 
+def test_what_goes_to_disk_from_the_start_may_be_too_much_for_it() -> None:
+    """FlashNeuron writes activations to disk, whatever the host has room for: with too little of both, the one is
+    asked for after the other, and that is enough."""
+    device = refused(asked(TRACE, ON, device=1, disk=1), "flashneuron").needed
+    host = refused(asked(TRACE, ON, device=device, host=1, disk=1), "flashneuron")
+    assert host.tier == "host"
+    disk = refused(asked(TRACE, ON, device=device, host=host.needed, disk=1), "flashneuron")
+    assert disk.tier == "disk"
+    plan = make_plan(asked(TRACE, ON, device=device, host=host.needed, disk=disk.needed), "flashneuron")
+    assert plan.host <= host.needed and 0 < plan.disk <= disk.needed
+
+
 def test_a_disk_refusal_names_the_least_that_is_enough() -> None:
     big = chain(6, batch=64, width=768)
     device = refused(asked(big, ON, device=1)).needed

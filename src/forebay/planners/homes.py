@@ -9,13 +9,13 @@ first go first: backward asks for them last. Whether they go before the states o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, islice
 from math import ceil, inf
 
-from forebay.arenas import UPDATE_RING, home_nbytes
+from forebay.arenas import UPDATE_RING, Arenas, home_nbytes
 from forebay.errors import DoesNotFit
 from forebay.layout import STATE_ITEMSIZE
 from forebay.memory import Tier
@@ -66,8 +66,9 @@ class Tenant(StrEnum):
 
 
 def at_home(bench: Bench, draft: Draft, *, whatever_device: bool = False, first: Tenant = Tenant.STATES) -> Draft:
-    """``draft``, of which nothing is on disk, with as much there as the host has no room for; ``first`` is what goes
-    first. Raises ``DoesNotFit`` for the host or the disk; ``whatever_device`` leaves the device's own limit out."""
+    """``draft``, of which no more than activations are on disk, with as much there as the host has no room for;
+    ``first`` is what goes first. Raises ``DoesNotFit`` for the host or the disk; ``whatever_device`` leaves out the
+    limit of the device."""
     problem = bench.problem
     allowed = {tier: problem.limit(tier) for tier in (Tier.HOST, Tier.DISK)}
     # Smaller chunks may take a page more for the states of resident blocks.
@@ -84,10 +85,17 @@ def at_home(bench: Bench, draft: Draft, *, whatever_device: bool = False, first:
                         return choice
                     if stride == 1 and sizes.device <= room:
                         tried.append(sizes)
-    enough_host = [s for s in tried if s.host <= allowed[Tier.HOST]]
+    raise _none_of(bench, tried, allowed[Tier.DISK])
+
+
+def _none_of(bench: Bench, tried: Sequence[Arenas], disk: float) -> DoesNotFit:
+    """The refusal where neither host nor a disk of so many bytes has room for any of ``tried``: the least that is
+    enough of the one, where there is as much of the other."""
+    enough_host = [s for s in tried if s.host <= bench.problem.limit(Tier.HOST)]
     if enough_host:
-        raise disk_too_small(bench, min(enough_host, key=lambda s: s.disk))
-    raise host_too_small(bench, min((s for s in tried if s.disk <= allowed[Tier.DISK]), key=lambda s: s.host))
+        return disk_too_small(bench, min(enough_host, key=lambda s: s.disk))
+    # A draft that has activations on disk from the start may have too many there, whatever else is.
+    return host_too_small(bench, min([s for s in tried if s.disk <= disk] or tried, key=lambda s: s.host))
 
 
 def at_home_anew(bench: Bench, draft: Draft) -> Draft | None:
@@ -180,10 +188,7 @@ def at_storage(bench: Bench, draft: Draft, *, any_disk: bool = False) -> Draft:
             if sizes.host <= host and sizes.disk <= disk:
                 return choice
             tried.append(sizes)
-    enough_host = [s for s in tried if s.host <= host]
-    if enough_host:
-        raise disk_too_small(bench, min(enough_host, key=lambda s: s.disk))
-    raise host_too_small(bench, min([s for s in tried if s.disk <= disk] or tried, key=lambda s: s.host))
+    raise _none_of(bench, tried, disk)
 
 
 def least_at_storage(bench: Bench, draft: Draft) -> Draft:
