@@ -121,7 +121,9 @@ class Asking:
         try:
             room = make_room(problem, self.policy, self.micro_batches, make)
         except NoRoomTogether as refusal:
-            raise refusal.having(settled(refusal.alone, benches[0], 1)) from None  # made first, with all the room
+            # Of those for masters like its own the first has all the room.
+            own = next(b for b in benches if b.problem.masters is refusal.alone.streaming.masters)
+            raise refusal.having(settled(refusal.alone, own, 1)) from None
         return settled(room.plan, room.bench, self.micro_batches)
 
     def _captured(self, piece: int) -> tuple[Captured | None, Footprint]:

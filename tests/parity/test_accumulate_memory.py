@@ -10,12 +10,13 @@ import torch
 
 import forebay
 from forebay.arenas import arenas
-from forebay.errors import DoesNotFit
+from forebay.errors import DoesNotFit, NoRoomTogether
 from forebay.lowering import accumulation_of
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
+from forebay.states import Masters
 from tests.parity.accumulating import assert_same_accumulation, loss_of, opened
 from tests.parity.models import CASES, Case
 from tests.parity.offloading import SUBJECTS, larger, offload_plan, trace_of
@@ -139,3 +140,21 @@ def test_no_plan_leaves_room() -> None:
     says = "no plan leaves room for 64 micro-batches at a time; use fewer"
     with pytest.raises(DoesNotFit, match=says), opened(case, F32, **budgets):
         pass
+
+
+def test_what_fits_with_whole_masters_alone_is_for_one_at_a_time() -> None:
+    """Halves of masters need more of the host here: the plan for one micro-batch is one with whole ones."""
+
+    def refused(**asked: Any) -> DoesNotFit:
+        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(2)])
+        optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(2048, 32, dtype=torch.bfloat16)
+        with pytest.raises(DoesNotFit) as caught:
+            forebay.prepare(model, optimizer, batch, policy="stream", **asked)
+        return caught.value
+
+    device = refused(device_memory=1).needed
+    host = refused(device_memory=device, host_memory=1).needed
+    together = refused(device_memory=device, host_memory=host, micro_batches=FEW)
+    assert isinstance(together, NoRoomTogether)
+    assert together.alone.streaming.masters is Masters.WHOLE
+    assert (together.alone.device, together.alone.host) == (device, host)

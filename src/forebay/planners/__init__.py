@@ -156,10 +156,13 @@ def make_room(problem: Problem, policy: str, micro_batches: int, make: Make) -> 
 
 
 def _with_whole(problem: Problem, micro_batches: int, make: Make, refusal: DoesNotFit) -> Room:
-    """The plan with whole masters where ``refusal`` is that of one with halves. Raises ``refusal`` where there is none
-    either, or what asks for less of the same tier."""
+    """The plan with whole masters where ``refusal`` is that of one with halves. Raises ``NoRoomTogether`` where
+    there is one for a single micro-batch, and ``refusal`` where there is none either, or what asks for less of the same
+    tier."""
     try:
         return leave_room(problem, micro_batches, make)
+    except NoRoomTogether:
+        raise
     except DoesNotFit as other:
         if other.tier == refusal.tier and other.needed < refusal.needed:
             raise
