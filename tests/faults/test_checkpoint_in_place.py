@@ -38,7 +38,8 @@ class Trained:
         model = network(dtype)
         self.kept = kept
         parameters = Tier.DISK if dtype is torch.float32 else Tier.HOST
-        self.plan = plan or disk_plan(folder, disk_copies=2, dtype=dtype, parameters=parameters)
+        # Two chunks of states a block: every copy of what is there takes them one by one.
+        self.plan = plan or disk_plan(folder, disk_copies=2, dtype=dtype, parameters=parameters, update_chunk=5120)
         self.model, self.optimizer = forebay.prepare(
             model,
             adamw(model),
@@ -50,9 +51,8 @@ class Trained:
         )
         self.session = prepared_session(self.model)
 
-    def step(self) -> dict[str, torch.Tensor]:
+    def step(self) -> None:
         step(self.model, self.optimizer)
-        return self.content()
 
     def save(self, number: int, files: Files | None = None, *, background: bool = False) -> None:
         own = self.session.store.kept
@@ -133,6 +133,16 @@ def operations(trained: Trained) -> list[str]:
     return counted.done
 
 
+def stepped_and_saved(trained: Trained, stands: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """A step, its save as number 1, and a step that a save numbered 2 would have. Which of the two ``stands`` when that
+    one has failed, and what is in it."""
+    trained.step()
+    before = trained.content() if stands == 1 else {}
+    trained.save(1)
+    trained.step()
+    return stands, before or trained.content()
+
+
 def test_what_is_named_in_place_is_on_the_disk_before_it_is_named(trained: Trained) -> None:
     trained.step()
     trained.save(0)
@@ -154,9 +164,9 @@ def test_a_forked_child_leaves_the_files_to_its_parent(trained: Trained, reader:
         own.close()
         os._exit(0)
     os.waitpid(child, 0)
-    wanted = trained.step()
+    trained.step()
     trained.save(1)
-    reader.expect(trained.kept, 1, wanted)
+    reader.expect(trained.kept, 1, trained.content())
 
 
 @pytest.mark.thinned(2)
@@ -175,15 +185,14 @@ def test_a_crash_at_every_kind_of_operation_leaves_what_stood_or_what_was_to_sta
     trained.step()
     order = operations(trained)
     assert len(order) > 10
+    renamed = order.index("replace")
     # The first of several alike, one after the other: writes of one manifest, say.
     for place in (place for place, operation in enumerate(order) if place == 0 or operation != order[place - 1]):
-        before = trained.step()
-        trained.save(1)
-        after = trained.step()
+        stands = stepped_and_saved(trained, 2 if place > renamed else 1)
         counted = Counted(place, crash)
         with pytest.raises(Crash):
             trained.save(2, counted)
-        stands = (2, after) if "replace" in counted.done[:-1] else (1, before)
+        assert ("replace" in counted.done[:-1]) == (stands[0] == 2)
         reader.expect(kept, *stands)
         # The process that comes up again goes on from there, in files of its own.
         trained.close()
@@ -204,16 +213,13 @@ def test_an_error_at_any_operation_is_told_and_training_goes_on(
     renamed = order.index("replace")
     firsts = {order.index(operation) for operation in order} if background else set[int]()
     for place in sorted(firsts | {renamed - 1, renamed, renamed + 1}):
-        before = trained.step()
-        trained.save(1)
-        after = trained.step()
+        stands = stepped_and_saved(trained, 2 if place > renamed else 1)
         if order[place] == "remove" and place > renamed:
             trained.save_and_wait(2, Counted(place, fail(errno.EIO)), background=background)
         else:
             with pytest.raises(StorageError, match=r"Input/output error \(EIO\)") as told:
                 trained.save_and_wait(2, Counted(place, fail(errno.EIO)), background=background)
             assert "\n" not in str(told.value)
-        stands = (2, after) if place > renamed else (1, before)
         reader.expect(trained.kept, *stands)
         # Neither of the next steps touches what stands, whichever of the two that is.
         trained.step()
@@ -228,16 +234,13 @@ def test_halves_that_are_copied_beside_halves_that_are_not(halves: Trained, halv
     halves.step()
     order = operations(halves)
     for place in sorted({order.index(operation) for operation in order}):
-        before = halves.step()
-        halves.save(1)
-        after = halves.step()
+        stands = stepped_and_saved(halves, 2 if place > order.index("replace") else 1)
         failing = Counted(place, fail(errno.EIO))
         if order[place] == "remove":  # of what no manifest names any more: the next save removes it
             halves.save_and_wait(2, failing, background=True)
         else:
             with pytest.raises(StorageError, match=r"Input/output error \(EIO\)"):
                 halves.save_and_wait(2, failing, background=True)
-        stands = (2, after) if place > order.index("replace") else (1, before)
         halves_reader.expect(halves.kept, *stands)
         halves.step()
         halves.step()
@@ -259,7 +262,8 @@ def test_a_process_that_saved_nothing_leaves_files_that_the_next_one_removes(tmp
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
     first = Trained(disk, kept)
-    content = first.step()
+    first.step()
+    content = first.content()
     first.save(1)
     first.close()
     mine = {path.name for path in kept.glob("home-*")}
@@ -422,11 +426,12 @@ def test_a_run_that_goes_on_takes_no_more_of_the_disk_than_the_one_before(
     forebay.resume(second.model, second.optimizer, kept)
     expect_same(saved, second.content())
     for number in range(3, 6):
-        after = second.step()
+        second.step()
         taken.append(on_the_disk(kept))
         second.save(number)
         taken.append(on_the_disk(kept))
     assert max(taken) <= most
+    after = second.content()
     reader.expect(kept, 5, after)
     second.close()
     monkeypatch.setattr(SystemIo, "free_bytes", lambda io, path: room - 1)

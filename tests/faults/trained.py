@@ -41,14 +41,16 @@ def disk_plan(
     checksums: bool = False,
     dtype: torch.dtype = torch.float32,
     parameters: Tier = Tier.DISK,
+    update_chunk: int = 2048,
 ) -> Plan:
-    """Parameters and states of every block on disk; updates may be queued when ``step`` returns."""
+    """Parameters and states of every block on disk; updates may be queued when ``step`` returns. A block has 9,312
+    elements, of which ``update_chunk`` are updated at a time."""
     model = network(dtype)
     model, _ = forebay.prepare(model, adamw(model), device_memory=AMPLE, policy="stream", device="cpu")
     made = forebay.report(model).plan
     forebay.close(model)
     largest = align(made.streaming.slots[0], PAGE)
-    streaming = replace(made.streaming, host_slots=(largest, largest), update_chunk=2048, overlap_update=True)
+    streaming = replace(made.streaming, host_slots=(largest, largest), update_chunk=update_chunk, overlap_update=True)
     streaming = replace(streaming, disk_copies=disk_copies, checksums=checksums)
     homes = tuple(replace(p, parameters=parameters, states=Tier.DISK) for p in made.placements)
     sizes = arenas(find_blocks(model).model, homes, streaming, ("exp_avg", "exp_avg_sq"))
