@@ -16,9 +16,9 @@ from forebay.trace import Trace
 from tests.null.planning import chain, machine
 
 
-@pytest.fixture(autouse=True)
-def _nothing_frozen() -> Iterator[None]:
-    """What other tests have frozen is thawed meanwhile."""
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """What other tests have frozen is thawed meanwhile. A collection looks at all of it."""
     gc.unfreeze()
     yield
     gc.freeze()
@@ -49,6 +49,7 @@ def test_an_exception_switches_it_on_again() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_was_made_is_old_afterwards() -> None:
     with collector_paused():
         made = [[number] for number in range(2 * _MANY)]
@@ -57,6 +58,7 @@ def test_what_was_made_is_old_afterwards() -> None:
     assert not gc.get_freeze_count()
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_somebody_else_has_frozen_stays_so() -> None:
     gc.freeze()
     before = gc.get_freeze_count()
