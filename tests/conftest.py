@@ -29,6 +29,15 @@ def _no_measured_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_core_to_plan_on() -> Iterator[None]:
+    """``forebay plan`` and ``forebay compare`` begin no other processes: the other cores have tests of their own, and a
+    process would go by no patch of a test. Tests of several (``made_beside``) say how many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.cli.beside.cores", lambda: 1)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections() -> None:
     """What is there before a module's first test (torch, transformers, the tests themselves) is not searched again at

@@ -61,7 +61,7 @@ def test_the_two_commands_come_first() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command: str) -> None:
+def test_command(command: str, short_searches: None) -> None:
     program, *arguments = shlex.split(command)
     if program.startswith("scripts/"):
         # Not run: scripts/test would run this test, and the demo has a test of its own.
