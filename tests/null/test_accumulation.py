@@ -16,6 +16,8 @@ from forebay.plans import UNLIMITED, Accumulation, Plan
 from forebay.units import MiB
 from tests.null.planning import ENOUGH, asked, chain, machine
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 LAYERS, WIDTH, ACTIVATION = 4, 256, 65536
 TRACE = chain(LAYERS, width=WIDTH, activation=ACTIVATION)
 PARAMETERS = 3 * WIDTH * WIDTH * 4

@@ -25,6 +25,8 @@ from forebay.trace import NO_SAVES, Op, Segment, Tensor, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.planning import asked, chain, machine
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 SIZE = 65536
 """Bytes of what is large."""
 

@@ -25,6 +25,8 @@ from tests.null.planning import asked, chain, machine
 from tests.null.strategies import RESIDENT, Case, cases, roomy
 from tests.null.synthetic import block, problem
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 LAYERS, WIDTH = 4, 64
 GRADIENTS = LAYERS * 3 * WIDTH * WIDTH * 4
 

@@ -26,6 +26,8 @@ from tests.null.planning import asked, machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 WORKSPACES = 64 * MiB
 
 

@@ -34,6 +34,8 @@ from forebay.trace import Trace
 from forebay.units import format_seconds
 from tests.null.planning import ENOUGH, asked, chain, machine
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 N = 8
 ELEMENTS = 2 * 64 * 64
 PARAMETERS, STATES = 4 * ELEMENTS, 2 * 4 * ELEMENTS

@@ -21,6 +21,8 @@ from tests.null.strategies import Case, cases, roomy
 from tests.null.synthetic import block
 from tests.null.tracing import chain_trace
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 CHAIN = chain_trace([block(f"layers.{i}", ((64, 64), "float32", True)) for i in range(4)])
 HELD = 640
 """Bytes of outputs that live on in the next forward."""

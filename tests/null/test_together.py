@@ -23,6 +23,8 @@ from tests.null.planning import asked, chain, machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 LAYERS, WIDTH, ACTIVATION = 4, 64, 65536
 TRACE = chain(LAYERS, width=WIDTH, activation=ACTIVATION)
 PARAMETERS = 3 * WIDTH * WIDTH * 4
