@@ -61,7 +61,9 @@ def test_the_two_commands_come_first() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command: str, short_searches: None) -> None:
+def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # That there is a plan is all that is asked here: a search simulates hardly any.
+    monkeypatch.setattr("forebay.planners.bench.SIMULATIONS", 1)
     program, *arguments = shlex.split(command)
     if program.startswith("scripts/"):
         # Not run: scripts/test would run this test, and the demo has a test of its own.
