@@ -18,6 +18,7 @@ from forebay.cli.main import app
 from forebay.device.cpu import CpuDevice
 from forebay.layout import state_layout
 from forebay.machine import Machine
+from forebay.profiler import overhead
 from forebay.profiler.company import Company, busy_of
 from forebay.profiler.effort import Effort, Layer
 from forebay.profiler.machine_cache import Circumstances, Remembered, cache_file, cores, cpu_model, recall
@@ -59,7 +60,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory, random_states: list[torch
     folder = tmp_path_factory.mktemp("cache")
     torch.manual_seed(5)
     random_states.append(torch.get_rng_state())
-    machine = probe("cpu", str(folder), folder=folder, effort=SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        # A third of the layers, whose steps are most of what is measured.
+        for name in ("TINY", "MOVING"):
+            patch.setattr(f"forebay.profiler.overhead.{name}", replace(getattr(overhead, name), layers=2))
+        patch.setattr("forebay.profiler.in_step.ROUNDS", 3)
+        machine = probe("cpu", str(folder), folder=folder, effort=SMALL)
     random_states.append(torch.get_rng_state())
     return machine, folder
 
