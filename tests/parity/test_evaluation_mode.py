@@ -28,14 +28,14 @@ WORDS = 1500
 def llama() -> nn.Module:
     """Its logits are most of what it needs."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": WORDS}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": WORDS}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
 
 
 def gpt2() -> nn.Module:
     """With dropout, whose masks it keeps."""
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=WORDS, n_positions=TOKENS))
+    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=WORDS, n_positions=TOKENS))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
