@@ -147,12 +147,12 @@ def wrong_use(case: Case, program: Program) -> list[Spoiled]:
 def shift_ops(case: Case, program: Program) -> list[Spoiled]:
     """An op is left out, or run twice; a recomputation ends before its last saved tensor, or after it."""
     works = [case.trace.works[op.work].op for _, _, op in case.trace.ops()]
-    blocks = [b.name for b in case.trace.model.blocks]
+    others = frozenset((*works, *(b.name for b in case.trace.model.blocks))) | _moved(case)
     made = []
     for index, action in numbered(program, Verb.COMPUTE):
         start, stop = action.ops
         for ops in ((start + 1, stop), (start, stop - 1), (start + 1, stop + 1)):
-            made.append((changed(program, index, ops=ops), frozenset((*works, action.what, *blocks)) | _moved(case)))
+            made.append((changed(program, index, ops=ops), others | {action.what}))
     return made
 
 

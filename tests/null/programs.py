@@ -310,12 +310,12 @@ class PlainLowering:
 
 def drop(program: Program, index: int) -> Program:
     """``program`` without an action; whoever waited for it waits for what it had waited for, on its lane too."""
-    lane = [i for i, a in enumerate(program.actions[:index]) if a.lane is program.actions[index].lane]
-    gone = (*program.actions[index].after, *lane[-1:])
+    before, dropped, behind = program.actions[:index], program.actions[index], program.actions[index + 1 :]
+    gone = (*dropped.after, *[i for i, a in enumerate(before) if a.lane is dropped.lane][-1:])
 
     def moved(after: tuple[int, ...]) -> tuple[int, ...]:
         kept = {a for b in after for a in (gone if b == index else (b,))}
         return tuple(sorted(a - (a > index) for a in kept))
 
-    actions = tuple(replace(a, after=moved(a.after)) for i, a in enumerate(program.actions) if i != index)
-    return replace(program, actions=actions)
+    # Those before wait for none of what is numbered anew; to make an action again takes most of all this.
+    return replace(program, actions=(*before, *(replace(a, after=moved(a.after)) if a.after else a for a in behind)))
