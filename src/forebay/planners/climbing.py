@@ -53,9 +53,11 @@ def climbed(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Dra
             break
         drawn += 1
         other = climb.of(best)
-        if other is None or other in seen or not fits(bench, other) or bench.best_rates.step(other) >= enough:
+        if other is None or other in seen:
             continue
-        seen.add(other)
+        seen.add(other)  # what has no room, or cannot gain anything, never will: the best one is only ever faster
+        if not fits(bench, other) or bench.best_rates.step(other) >= enough:
+            continue
         vain += 1
         if bench.seconds(other) < enough and may_take(other):
             best, drawn, vain = other, 0, 0
@@ -64,11 +66,14 @@ def climbed(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Dra
 
 @final
 class _Changes:
-    """Changes of drafts, drawn one after the other."""
+    """Changes of drafts, drawn one after the other. There are far fewer than draws: what takes long is kept."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._random = Random(0)
+        self._counted: dict[tuple[Draft, int, int], Draft | None] = {}
+        self._resettled: dict[tuple[Draft, int], Draft | None] = {}
+        self._placed: dict[tuple[Draft, tuple[str, ...]], Draft | None] = {}
 
     def of(self, draft: Draft) -> Draft | None:
         """``draft`` with one change, or a few; None where one of them cannot be."""
@@ -104,8 +109,13 @@ class _Changes:
 
     def _made_there(self, draft: Draft, able: Sequence[str], changing: AbstractSet[str]) -> Draft | None:
         chosen = changing ^ set(draft.updated(Update.DEVICE))
-        there = [name for name in able if name in chosen]
-        return placed_there(self._bench, draft, there) if there else at_home_again(draft)
+        there = tuple(name for name in able if name in chosen)
+        if not there:
+            return at_home_again(draft)
+        key = draft, there
+        if key not in self._placed:
+            self._placed[key] = placed_there(self._bench, draft, there)
+        return self._placed[key]
 
     def _one_of_each(self, able: Sequence[str], chosen: Sequence[str]) -> AbstractSet[str]:
         """One of ``chosen`` and one of the others that are ``able``; nothing where there is none of the one."""
@@ -133,14 +143,24 @@ class _Changes:
 
     def _numbers(self, draft: Draft) -> Draft | None:
         """A few more or fewer are updated ahead of their step, and on the device."""
-        ahead, there = (max(0, number + self._random.choice(FEW)) for number in numbers_of(draft))
-        return with_numbers(self._bench, draft.plain, ahead, there)
+        return self._with_numbers(draft.plain, draft)
 
     def _staying(self, draft: Draft) -> Draft | None:
         """A few more or fewer stay, and other numbers go with that."""
-        other = resettled(self._bench, draft, self._random.choice(FEW))
+        key = draft, self._random.choice(FEW)
+        if key not in self._resettled:
+            self._resettled[key] = resettled(self._bench, *key)
+        return self._with_numbers(self._resettled[key], draft)
+
+    def _with_numbers(self, plain: Draft | None, draft: Draft) -> Draft | None:
+        """``plain`` with a few more or fewer updates ahead of their step, and on the device, than ``draft`` has."""
         ahead, there = (max(0, number + self._random.choice(FEW)) for number in numbers_of(draft))
-        return None if other is None else with_numbers(self._bench, other, ahead, there)
+        if plain is None:
+            return None
+        key = plain, ahead, there
+        if key not in self._counted:
+            self._counted[key] = with_numbers(self._bench, *key)
+        return self._counted[key]
 
 
 # Not the methods of one that are bound: it would hold itself.
