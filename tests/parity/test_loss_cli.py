@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
+from forebay.cli.beside import made_beside
 from forebay.cli.main import app
 from forebay.plans import Plan
 
@@ -61,6 +63,20 @@ def test_auto_is_in_pieces_here_where_all_logits_do_not_fit(config: Path, tmp_pa
     assert sum("no tokens" in reason for reason in found["reasons"]) == 1
     assert any("with all logits at once nothing fits" in reason for reason in found["reasons"])
     assert Plan.from_json(out.read_text()).loss_piece == 24 * 2**20 // 64
+
+
+def test_another_process_gives_the_same_answer(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = "--host-memory", "1GiB"  # what is free is another number each time
+    here, asked = plan(config, *limit), list[int]()
+
+    def beside(make: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
+        asked.append(len(jobs))
+        return made_beside(make, jobs, most=2, patience=0.0)
+
+    monkeypatch.setattr("forebay.cli.plan.made_beside", beside)
+    there = plan(config, *limit)
+    assert asked == [2]
+    assert there == here | {"solve_seconds": there["solve_seconds"]}
 
 
 def test_on_another_machine_pieces_are_an_alternative_until_asked_for(config: Path) -> None:
