@@ -11,15 +11,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import final
 
-import numpy as np
-
 from forebay.arenas import Arenas
-from forebay.lowering.columns import Column, column
+from forebay.lowering.account import Account
 from forebay.lowering.homes import Homes
 from forebay.lowering.in_backward import PaperBackwardUpdates
-from forebay.lowering.index import NEVER
 from forebay.lowering.liveness import Liveness
-from forebay.lowering.lives import Move, Profile
+from forebay.lowering.lives import Move
 from forebay.lowering.moving import Moving
 from forebay.lowering.recorder import Recorder
 from forebay.lowering.stages import Cut, Grain, Landing, Stage
@@ -53,7 +50,6 @@ class Walker:
         recorder: Recorder,
         grain: Grain | None = None,
     ) -> None:
-        self._trace = trace
         self._plan = plan
         self._recorder = recorder
         self._profile = liveness.profile(plan.recompute, plan.activations)
@@ -83,18 +79,7 @@ class Walker:
         self._landings = _landings(self._stages, frozenset(plan.updated(Update.AHEAD)))
         self._to_land: dict[str, int] = {}
         self._moving = Moving(recorder, self._profile.moves, streaming)
-        accounts = self._accounts = not recorder.sketching
-        self._levels: Mapping[Kind, Sequence[int]] = {}
-        self._during: Sequence[int] = ()
-        self._total: Sequence[int] = ()
-        if accounts:
-            self._levels, self._during = _of_compute(self._profile)
-            none = np.zeros(len(self._profile.during) + 1, np.int64)
-            self._total = sum((column(level) for level in self._levels.values()), none).tolist()
-        # The same in every step, by positions: what ops make and leave, and the most that they take.
-        self._made: dict[tuple[int, int], tuple[Change, ...]] = {}
-        self._most: dict[tuple[int, int], int] = {}
-        self._holds_outputs = False
+        self._account = None if recorder.sketching else Account(trace, self._profile)
         # Gradients of resident blocks that stay: those of the first pass until the update, later ones are added to
         # them.
         self._kept = 0
@@ -165,7 +150,7 @@ class Walker:
                 latest = self._asked(stop.blocks, latest)
                 self._uses.update(latest)
             self._end = stop.position + 1
-            if self._accounts:
+            if self._account is not None:
                 for landing in stop.landings:
                     self._leaving.extend(Change(c.kind, -c.nbytes) for c in landing.frees)
             # First: an op may complete gradients that stay and gradients that leave, and the way of those cuts compute.
@@ -203,8 +188,7 @@ class Walker:
             self._end = cut.position
             self._uses.update(uses)
             self._write_compute()
-            counted = cut.leaving and self._accounts
-            dropping = max(0, self._during[cut.position - 1] - self._total[cut.position]) if counted else 0
+            dropping = self._account.dropped(cut.position) if cut.leaving and self._account is not None else 0
             for move in cut.leaving:
                 self._moving.leave(move, dropping)
             self._ask(stage, cut.position, cut.asked)
@@ -213,7 +197,8 @@ class Walker:
         """Asks for what the op at ``position`` reads, which is the next. What went with ops that were skipped is gone
         before that comes back."""
         if moves and self._start < self._end:
-            self._moving.freed.extend(self._changes(self._start, self._end))
+            if self._account is not None:
+                self._moving.freed.extend(self._account.made(self._start, self._end))
             self._start = self._end
         for move in moves:
             self._moving.ask(move, stage.run.first_op + position - stage.run.position)
@@ -319,9 +304,11 @@ class Walker:
         self._start = end  # first: writing down asks for this again
         if end == self._profile.forward:
             self._moving.end_forward()
-        peak, changes = self._account(start, end) if self._accounts else (0, ())
+        peak, changes, uses = 0, tuple[Change, ...](), tuple[Use, ...]()
+        if self._account is not None:
+            peak, changes = self._account.booked(start, end, (*self._leaving, *self._moving.freed))
+            uses = tuple([self._use(block, slot) for block, slot in self._uses.items()])
         first = run.first_op + begin - run.position
-        uses = tuple([self._use(block, slot) for block, slot in self._uses.items()]) if self._accounts else ()
         self._uses, self._leaving = {}, []
         self._moving.freed.clear()
         self._recorder.compute(
@@ -341,42 +328,6 @@ class Walker:
             self._known_uses[key] = Use(*key)
         return self._known_uses[key]
 
-    def _account(self, start: int, end: int) -> tuple[int, tuple[Change, ...]]:
-        """The most bytes that the ops from position ``start`` to ``end`` take beside what was there, and what they
-        leave."""
-        changes: dict[Kind, int] = defaultdict(int)
-        for change in (*self._changes(start, end), *self._leaving, *self._moving.freed):
-            changes[change.kind] += change.nbytes
-        if (start, end) not in self._most:
-            self._most[start, end] = max(0, max(self._during[start:end]) - self._total[start])
-        peak = self._most[start, end]
-        peak = max(peak, self._outputs(end, changes, peak))
-        return peak, tuple(Change(kind, nbytes) for kind, nbytes in changes.items() if nbytes)
-
-    def _changes(self, start: int, end: int) -> tuple[Change, ...]:
-        """What the ops from position ``start`` to ``end`` make and leave, and what goes with them."""
-        if (start, end) not in self._made:
-            self._made[start, end] = tuple(Change(k, level[end] - level[start]) for k, level in self._levels.items())
-        return self._made[start, end]
-
-    def _outputs(self, end: int, changes: dict[Kind, int], peak: int) -> int:
-        """Books what the trace knows of outputs; returns the peak with a loss outside of the model.
-
-        What the pass made and nobody let go is gone from the levels at its end; of that, ``held_nbytes`` stay until the
-        forward of the next pass is over.
-        """
-        trace = self._trace
-        if end == self._profile.forward:
-            left = sum(changes.values())
-            if self._holds_outputs:
-                changes[Kind.ACTIVATION] -= trace.held_nbytes
-                self._holds_outputs = False
-            peak = max(peak, left + trace.unseen_nbytes) if trace.unseen_nbytes else peak
-        if end == len(self._profile.during) and trace.held_nbytes:
-            changes[Kind.ACTIVATION] += trace.held_nbytes
-            self._holds_outputs = True
-        return peak
-
 
 def _trained(liveness: Liveness) -> dict[str, set[int]]:
     """The places of the parameters with a gradient, by block."""
@@ -392,35 +343,3 @@ def _landings(stages: Sequence[Stage], blocks: frozenset[str]) -> Mapping[str, i
     """How many gradients of each of ``blocks`` land in a pass."""
     landings = (landing.block for stage in stages for stop in stage.stops for landing in stop.landings)
     return Counter(block for block in landings if block in blocks)
-
-
-def _of_compute(profile: Profile) -> tuple[Mapping[Kind, Sequence[int]], Sequence[int]]:
-    """``levels`` and ``during`` of what compute makes and frees: moved roots go with their offload, what comes back
-    comes with its reload or is decoded, and codes are not its own, nor is the rest of what is treated in part."""
-    if not profile.moves:
-        return profile.levels, profile.during
-    size = len(profile.during) + 1
-    more = {kind: np.zeros(size, np.int64) for kind in (*profile.levels, Kind.ACTIVATION)}
-    taken = np.zeros(size, np.int64)
-    for move in profile.moves:
-        activations = more[Kind.ACTIVATION]
-        if move.codes is None:
-            more[move.kind][move.until + 1] += move.in_transit
-        else:
-            _leave_out(activations, taken, move.sent, move.moved)
-            activations[move.until + 1] += move.moved
-        if move.rest:
-            _leave_out(activations, taken, move.sent, move.rest)
-            activations[move.rest_until + 1] += move.rest
-        if move.asked != NEVER:
-            _leave_out(activations, taken, move.asked, move.nbytes)
-    levels = {k: np.cumsum(m) + column(profile.levels.get(k, (0,) * size)) for k, m in more.items()}
-    beside = np.cumsum(sum(more.values(), taken))[:-1]
-    return {k: level.tolist() for k, level in levels.items()}, (column(profile.during) + beside).tolist()
-
-
-def _leave_out(level: Column, taken: Column, position: int, nbytes: int) -> None:
-    """Others make what is there from ``position`` on."""
-    level[position + 1] -= nbytes
-    taken[position] -= nbytes
-    taken[position + 1] += nbytes
