@@ -1,11 +1,10 @@
 """A trace turned round: of every root when it is made, dropped and let go, of every visit what it reads. No torch.
 
-All that is equal in visits of the same segment is looked up once for the segment.
+All that is equal in visits of the same segment is looked up once for the segment (``patterns``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +12,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import final
 
+from forebay.lowering.patterns import Pattern
 from forebay.memory import Kind
-from forebay.trace import NO_SAVES, Phase, Segment, Trace, Visit, Work
+from forebay.trace import NO_SAVES, Phase, Trace, Visit
 
 __all__ = ["NEVER", "Completed", "Root", "TraceIndex", "are_apart"]
 
@@ -55,95 +55,12 @@ class Completed:
     root: int
 
 
-@final
-class _Pattern:
-    """What is the same in all visits of a segment; tensors are references."""
-
-    def __init__(self, segment: Segment, works: tuple[Work, ...]) -> None:
-        self.length = len(segment.ops)
-        self.saves_until = segment.saves_until
-        self.roots_of = tuple(t.root for t in segment.tensors)
-        born: dict[int, int] = {}
-        for index, op in enumerate(segment.ops):
-            for reference in op.outputs:
-                born.setdefault(reference, index)
-        self.made = tuple(
-            (reference, born.get(reference, 0), t.nbytes, t.kind, t.saved)
-            for reference, t in enumerate(segment.tensors)
-            if t.root == reference
-        )
-        self.made_by: dict[int, tuple[int, ...]] = {}
-        for reference, index, *_ in self.made:
-            self.made_by[index] = (*self.made_by.get(index, ()), reference)
-        self.drops = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.dropped)
-        self.unsaves = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.unsaved)
-        self.spent = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.spent)
-        self.released = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.released)
-        self.packed = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.packed)
-        self.given = tuple(-1 - reference for reference in segment.given if reference < 0)
-        self.gradients = tuple((i, g.parameter, g.tensor) for i, op in enumerate(segment.ops) for g in op.gradients)
-        # Ops that read a port, itself or by way of a view that the segment makes of it.
-        readers: dict[int, dict[int, None]] = {}
-        for index, op in enumerate(segment.ops):
-            for reference in op.inputs:
-                root = reference if reference < 0 else segment.tensors[reference].root
-                if root < 0:
-                    readers.setdefault(root, {})[index] = None
-        # Ops that read what the segment makes and some op completes as a gradient.
-        complete = {segment.tensors[g].root for _, _, g in self.gradients if g >= 0}
-        read = {root: i for i, op in enumerate(segment.ops) for root in _roots(segment, op.inputs)}
-        self.late = tuple((root, read[root]) for root in sorted(complete & read.keys()) if root >= 0)
-        self.readers = tuple((-1 - port, tuple(ops)) for port, ops in readers.items())
-        # After these ops a node of autograd is over: what it had saved is let go, or its gradient is complete.
-        self.ends = tuple(i for i, op in enumerate(segment.ops) if op.unsaved or op.gradients)
-        self.written = _written(segment, works)
-        self.names = self._names(segment, works)
-
-    def _names(self, segment: Segment, works: tuple[Work, ...]) -> Mapping[tuple[str, int], int]:
-        """Places of the ops that make roots which nothing here writes to later, by overload and occurrence. What a
-        compiler made has no name at run time; of what an op makes that touches no byte of it, another makes the
-        values."""
-        good: dict[int, bool] = {}
-        for reference, index, nbytes, _, _ in self.made:
-            if nbytes:
-                good[index] = good.get(index, True) and reference not in self.written
-        runs: Counter[str] = Counter()
-        names = {}
-        for index, op in enumerate(segment.ops):
-            work = works[op.work]
-            if good.get(index, False) and not work.is_compiled and (work.flops or work.nbytes):
-                names[work.op, runs[work.op]] = index
-            runs[work.op] += 1
-        return MappingProxyType(names)
-
-    def since(self, index: int) -> int:
-        """The first op that the node of autograd which ``index`` is part of may have: those before belong to others.
-        What a node has saved is asked for when it begins."""
-        return max((end + 1 for end in self.ends if end < index), default=0)
-
-
 def are_apart(trace: Trace, places: Sequence[int]) -> bool:
     """Whether no two of ``places``, forward visits of a block in their order, are parts of one call of its module.
     Where another block runs in the middle of a call, autograd lets go of what was saved before and behind it after the
     same op."""
     visits = trace.visits
     return all(b == a + 1 or visits[a].kept_until != visits[b].kept_until for a, b in pairwise(places))
-
-
-def _written(segment: Segment, works: tuple[Work, ...]) -> frozenset[int]:
-    """References of the roots that an op writes to which does not make them."""
-    known: set[int] = set()
-    found: set[int] = set()
-    for op in segment.ops:
-        roots = _roots(segment, op.outputs)
-        if works[op.work].flops or works[op.work].nbytes:  # no view
-            found.update(root for root in roots if root < 0 or root in known)
-        known.update(roots)
-    return frozenset(found)
-
-
-def _roots(segment: Segment, references: tuple[int, ...]) -> set[int]:
-    return {reference if reference < 0 else segment.tensors[reference].root for reference in references}
 
 
 @final
@@ -157,7 +74,7 @@ class TraceIndex:
         self.blocks = tuple(b.name for b in trace.model.blocks for _ in b.parameters)
         self.places = tuple(i for b in trace.model.blocks for i in range(len(b.parameters)))
         self.ops = sum(len(trace.segments[v.segment].ops) for v in trace.visits)
-        self._patterns = tuple(_Pattern(s, trace.works) for s in trace.segments)
+        self._patterns = tuple(Pattern(s, trace.works) for s in trace.segments)
         self._root_of = list(range(len(trace.sources)))
         self._buffers = tuple((t.name, t.nbytes) for t in trace.sources if t.kind is Kind.BUFFER)
         # By visit: what plan after plan asks for.
