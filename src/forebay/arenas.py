@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
+from forebay.cells import cell_of
 from forebay.errors import ConfigError
-from forebay.layout import PAGE, Chunk, StateLayout, align, cell_of, gradient_offsets, residual_offsets, state_layout
+from forebay.layout import PAGE, Chunk, StateLayout, align, gradient_offsets, residual_offsets, state_layout
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.states import Masters

@@ -1,4 +1,4 @@
-"""How the bytes of a block lie: parameters, gradients and optimizer state. No torch.
+"""How the bytes of a block lie at home: parameters, gradients and optimizer state. No torch.
 
 Parameters
     one flat buffer in the model's dtypes, every parameter at ``Parameter.offset``.
@@ -11,19 +11,15 @@ Optimizer state
     moment, second moment ...) is contiguous, in its own form (``states``), and the streams follow each other, so that
     one read, one update and one write move all the state that belongs to those elements. Where states are factored, a
     chunk has whole parameters, and one that is larger has a chunk of its own.
-Updates on the device, or beside the storage
-    *cells*: a chunk of states as it lies at home, then the parameters and then the gradients of its elements. Where
-    only the largest elements of gradients are sent, these come behind all that, piece by piece: places, then values.
 Residuals
     what of the gradients of a block was not sent yet: one flat buffer of fp32, trainable parameters only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
@@ -35,17 +31,12 @@ __all__ = [
     "MASTER",
     "MOVED_LEAST",
     "PAGE",
-    "PLACE_ITEMSIZE",
     "RESIDUAL",
     "STATE_ITEMSIZE",
-    "Cell",
     "Chunk",
     "Piece",
-    "Sent",
-    "Span",
     "StateLayout",
     "align",
-    "cell_of",
     "chunk_elements",
     "gradient_offsets",
     "has_residual",
@@ -56,10 +47,9 @@ __all__ = [
     "is_same_order",
     "needs_master",
     "residual_offsets",
-    "sent_elements",
-    "spans_of",
     "state_layout",
     "states_nbytes",
+    "touched_nbytes",
     "untrained_nbytes",
     "with_masters",
 ]
@@ -69,9 +59,6 @@ PAGE = 4096
 
 STATE_ITEMSIZE = 4
 """Bytes of one element of a master copy, of a gradient widened for an update, of a state in fp32, of a residual."""
-
-PLACE_ITEMSIZE = 4
-"""Bytes of the place of an element that is sent by itself: a number within its piece."""
 
 MOVED_LEAST = 4096
 """Bytes: a smaller activation stays on the device, where it costs less than its transfer."""
@@ -178,11 +165,6 @@ def _offsets(sizes: Iterable[tuple[Parameter, int]]) -> tuple[dict[str, int], in
     return offsets, end
 
 
-def sent_elements(elements: int, density: float) -> int:
-    """How many of the ``elements`` of a piece are sent: a share of ``density`` of them, rounded up."""
-    return min(elements, ceil(elements * density))
-
-
 @dataclass(frozen=True)
 class Piece:
     """Elements ``start`` to ``stop`` of a parameter, at ``offset`` (elements) in each stream of a chunk."""
@@ -229,82 +211,6 @@ class Chunk:
         if not form.is_of_wholes:
             return form.count(piece.offset)
         return sum(form.count_for(p.parameter) for p in self.pieces if p.offset < piece.offset)
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The largest elements of the gradient of a piece on their way: from byte ``start`` of a cell on the places of
-    ``count`` elements (int32, within the piece), then their values in the dtype of the parameter; ``nbytes`` in all."""
-
-    start: int
-    count: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Where a chunk's bytes are in the buffer in which it is updated: the states from 0, its parameters from
-    ``parameters`` and their gradients from ``gradients`` on. ``offsets`` are those of its pieces in either of the two.
-    ``sent`` is where the largest elements of the gradient of each piece come, if no others do (else empty); ``nbytes``
-    is the length of all."""
-
-    parameters: int
-    gradients: int
-    offsets: tuple[int, ...]
-    sent: tuple[Sent, ...]
-    nbytes: int
-
-
-def cell_of(chunk: Chunk, density: float | None = None) -> Cell:
-    """The cell of ``chunk``: every piece at a multiple of ``ALIGNMENT``. ``density``: the share of the elements of each
-    piece that come (None: its gradient comes as it is)."""
-    offsets, end = [], 0
-    for piece in chunk.pieces:
-        offsets.append(end)
-        end += align(piece.nbytes)
-    sent, behind = list[Sent](), chunk.nbytes + 2 * end
-    if density is not None:
-        for piece in chunk.pieces:
-            count = sent_elements(piece.stop - piece.start, density)
-            sent.append(Sent(behind, count, count * (PLACE_ITEMSIZE + piece.itemsize)))
-            behind += align(sent[-1].nbytes)
-    return Cell(chunk.nbytes, chunk.nbytes + end, tuple(offsets), tuple(sent), behind)
-
-
-@dataclass(frozen=True)
-class Span:
-    """``nbytes`` of a chunk's elements that lie in one piece wherever they are: at ``home`` in the block's parameters,
-    at ``landed`` in its gradients, at ``cell`` in either area of a cell. ``written``: an update writes the parameters
-    and does not read them, since their masters are whole."""
-
-    home: int
-    landed: int
-    cell: int
-    nbytes: int
-    written: bool
-
-    def follows(self, other: Span) -> bool:
-        """Whether it begins where ``other`` ends, everywhere."""
-        ends = (other.home + other.nbytes, other.landed + other.nbytes, other.cell + other.nbytes, other.written)
-        return (self.home, self.landed, self.cell, self.written) == ends
-
-
-def spans_of(chunk: Chunk, offsets: Mapping[str, int], names: Collection[str], masters: Masters) -> list[Span]:
-    """What of ``chunk`` moves, beside its states, when the parameters in ``names`` are updated on the device: their
-    pieces, neighbours in one; what lies between them stays at home. ``offsets`` are those of ``gradient_offsets``."""
-    made: list[Span] = []
-    for piece, start in zip(chunk.pieces, cell_of(chunk).offsets, strict=True):
-        parameter = piece.parameter
-        if parameter.name not in names:
-            continue
-        landed = offsets[parameter.name] + piece.begin
-        written = needs_master(parameter) and masters is Masters.WHOLE
-        span = Span(parameter.offset + piece.begin, landed, start, piece.nbytes, written)
-        if made and span.follows(made[-1]):
-            made[-1] = replace(made[-1], nbytes=made[-1].nbytes + span.nbytes)
-        else:
-            made.append(span)
-    return made
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from math import ceil
 
 from forebay.arenas import UPDATE_CELLS, UPDATE_RING, arenas_of, home_nbytes
-from forebay.layout import Chunk, cell_of, needs_master, state_layout
+from forebay.cells import cell_of
+from forebay.layout import Chunk, needs_master, state_layout
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Use, Verb

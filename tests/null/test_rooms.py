@@ -18,6 +18,7 @@ WITHOUT_TORCH = (
     "forebay.timeline",
     "forebay.trace",
     "forebay.layout",
+    "forebay.cells",
     "forebay.workspaces",
     "forebay.buffers",
     "forebay.buffer_csv",

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from forebay.arenas import Sizer, arenas
-from forebay.layout import cell_of, state_layout
+from forebay.cells import cell_of
+from forebay.layout import state_layout
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from tests.null.updating import updating

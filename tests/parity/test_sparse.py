@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from forebay.cells import cell_of
 from forebay.kernels.top_k import largest
-from forebay.layout import Chunk, cell_of, gradient_offsets, residual_offsets, state_layout
+from forebay.layout import Chunk, gradient_offsets, residual_offsets, state_layout
 from forebay.runtime.sparse import SERIAL, gather_sent, residuals_in, send_largest
 from forebay.runtime.tensors import elements
 from forebay.states import Masters

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from forebay.layout import cell_of, gradient_offsets, spans_of, state_layout
+from forebay.cells import cell_of, spans_of
+from forebay.layout import gradient_offsets, state_layout
 from forebay.plans import Streaming
 from forebay.trace import Block, Trace
 from forebay.workspaces import widened_copies, workspace_nbytes

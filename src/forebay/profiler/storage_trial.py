@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 
+from forebay.cells import cell_of
 from forebay.device.base import Device
-from forebay.layout import PAGE, STATE_ITEMSIZE, align, cell_of, state_layout
+from forebay.layout import PAGE, STATE_ITEMSIZE, align, state_layout
 from forebay.machine import Link
 from forebay.memory import Ledger, Tier
 from forebay.optim.rules import AdamRule

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from forebay.layout import LOWER, MASTER, Cell, Chunk, Piece, StateLayout, cell_of, needs_master
+from forebay.cells import Cell, cell_of
+from forebay.layout import LOWER, MASTER, Chunk, Piece, StateLayout, needs_master
 from forebay.optim.parts import Arithmetic, Held, Part, place_of
 from forebay.runtime.tensors import dtype_of, state_view
 from forebay.states import Masters

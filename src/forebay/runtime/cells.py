@@ -25,8 +25,9 @@ from typing import final
 import numpy as np
 import torch
 
+from forebay.cells import Cell, Span, cell_of, spans_of
 from forebay.device.base import Completion, Device
-from forebay.layout import Cell, Chunk, Span, cell_of, spans_of
+from forebay.layout import Chunk
 from forebay.runtime.homes import Checkout
 from forebay.runtime.sparse import send_largest
 from forebay.runtime.tensors import elements

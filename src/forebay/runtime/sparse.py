@@ -19,8 +19,9 @@ from typing import Final
 import numpy as np
 import torch
 
+from forebay.cells import PLACE_ITEMSIZE, Cell
 from forebay.kernels.top_k import largest
-from forebay.layout import PLACE_ITEMSIZE, STATE_ITEMSIZE, Cell, Chunk, Piece, residual_offsets
+from forebay.layout import STATE_ITEMSIZE, Chunk, Piece, residual_offsets
 from forebay.runtime.tensors import SERIAL, add_serially, dtype_of
 from forebay.trace import Block
 

@@ -28,9 +28,9 @@ from typing import Any, Final, final
 
 import torch
 
+from forebay.cells import Cell
 from forebay.device.base import Completion, Device
 from forebay.errors import ConfigError, StorageError
-from forebay.layout import Cell
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.applying import Task
 from forebay.runtime.cells import Cells, Load, StorageWay

@@ -22,8 +22,9 @@ from typing import Final, final
 
 import torch
 
+from forebay.cells import cell_of
 from forebay.kernels.team import Team, cores
-from forebay.layout import StateLayout, cell_of, state_layout
+from forebay.layout import StateLayout, state_layout
 from forebay.optim.choosing import host_arithmetic
 from forebay.runtime.applying import update_cell
 from forebay.runtime.sparse import gather_sent

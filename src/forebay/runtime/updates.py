@@ -8,10 +8,11 @@ from typing import Final, final
 
 import torch
 
+from forebay.cells import Cell
 from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
 from forebay.kernels.team import Team
-from forebay.layout import Cell, Chunk, Piece, untrained_nbytes
+from forebay.layout import Chunk, Piece, untrained_nbytes
 from forebay.optim.choosing import host_arithmetic, torch_arithmetic
 from forebay.optim.parts import Arithmetic, Prepared, copied
 from forebay.optim.rules import UpdateRule
