@@ -13,16 +13,12 @@ states. The file names the folder in there that belongs to it: what an earlier s
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from forebay import api
 from forebay.errors import ConfigError
@@ -40,6 +36,7 @@ from forebay.integrations.common import (
     stream_quantised,
 )
 from forebay.integrations.lightning_files import SUFFIX, Straight, beside_of, remove_others, unused
+from forebay.integrations.lightning_steps import Step, Steps, first_step, mark, steps_of, unattached
 from forebay.memory import Tier
 from forebay.runtime.hooks import attachment_of, is_prepared, session_of
 
@@ -49,9 +46,7 @@ try:
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import CombinedLoader
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-    from torchmetrics import Metric
 except ImportError as error:
     raise missing("lightning", error) from error
 
@@ -93,8 +88,8 @@ class ForebayStrategy(SingleDeviceStrategy):
         chosen = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         super().__init__(chosen, checkpoint_io=checkpoint_io or Straight(), precision_plugin=precision_plugin)
         blocks = None if memory.blocks is None else tuple(f"module.{name}" for name in memory.blocks)
-        self._memory = replace(memory, blocks=blocks)  # by their names in what is prepared (_Steps)
-        self._steps: _Steps | None = None
+        self._memory = replace(memory, blocks=blocks)  # by their names in what is prepared (Steps)
+        self._steps: Steps | None = None
 
     # The model.
 
@@ -107,12 +102,12 @@ class ForebayStrategy(SingleDeviceStrategy):
         if trainer.state.fn is TrainerFn.FITTING:
             return
         module, steps = self.lightning_module, self._steps
-        if steps is None or steps.module is not module or _steps_of(steps.module) not in (None, steps):
+        if steps is None or steps.module is not module or steps_of(steps.module) not in (None, steps):
             self.setup_optimizers(trainer)
         self.model = self._steps
 
     @property
-    def _planned(self) -> _Steps | None:
+    def _planned(self) -> Steps | None:
         """What is prepared; None where it was closed since."""
         return self._steps if self._steps is not None and session_of(self._steps) is not None else None
 
@@ -123,17 +118,17 @@ class ForebayStrategy(SingleDeviceStrategy):
         if module is None:
             raise ConfigError("the strategy has no module; call it through the Trainer")
         _expect_served(trainer, module, self.optimizers, self.precision_plugin, self._memory)
-        for before in (self._steps, _steps_of(module)):
+        for before in (self._steps, steps_of(module)):
             if before is not None:
                 api.close(before)  # of the fit before, or of another Trainer's, which an exception may have ended
                 before.zero_grad()  # as Lightning does before a first backward
-        steps = _Steps(module)
+        steps = Steps(module)
         stream_quantised(module)
-        with _unattached(module), self.precision_plugin.train_step_context(), as_drawn_before():
-            arguments = _arguments(module, self._example(trainer))
+        with unattached(module), self.precision_plugin.train_step_context(), as_drawn_before():
+            arguments = first_step(module, self._example(trainer))
             self.optimizers = [self._memory.prepare(steps, self.optimizers[0], arguments, self.root_device)]
         self._steps = self.model = steps
-        attachment_of(steps).at_end(module.register_forward_pre_hook(_Prepared(steps)).remove)
+        attachment_of(steps).at_end(mark(steps))
         plan = api.report(steps).plan
         rank_zero_info(in_words(plan))
         for line in plan.changes_numbers:
@@ -179,7 +174,7 @@ class ForebayStrategy(SingleDeviceStrategy):
     def _run(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._steps is None:
             raise ConfigError("the module is not prepared; call it through the Trainer")
-        return self._steps(args[0], _Step(step, args[1:], kwargs))
+        return self._steps(args[0], Step(step, args[1:], kwargs))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning drops gradients after the next forward. They go here: a plan has no room for both."""
@@ -286,89 +281,6 @@ class ForebayFigures(Callback):
             raise ConfigError("ForebayFigures is for a Trainer with strategy=ForebayStrategy(...)")
         for logger in trainer.loggers:
             logger.log_metrics(dict(figures(model)), step=trainer.global_step)
-
-
-@final
-class _Step:
-    """Which step of the module is asked for, and with what beside the batch: nothing that a plan depends on."""
-
-    def __init__(self, name: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs or {}
-
-    def __repr__(self) -> str:
-        return self.name  # by which batches of one shape are known: their numbers make no difference
-
-
-@final
-class _Steps(nn.Module):
-    """What is prepared: a module whose forward is a step of the LightningModule."""
-
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__()
-        self.module = module
-
-    @property
-    def training(self) -> bool:
-        """Whether the module is in training mode: behind a validation Lightning restores only that of its modules."""
-        return bool(self.module.training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        """Nothing: whoever sets the mode of all modules sets that of the module, too."""
-
-    def forward(self, batch: Any, step: _Step) -> Any:
-        """The module's method of this name."""
-        return getattr(self.module, step.name)(batch, *step.args, **step.kwargs)
-
-
-@final
-class _Prepared:
-    """A hook that does nothing: how what was prepared is found again from its module."""
-
-    def __init__(self, steps: _Steps) -> None:
-        self.steps = steps
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Lets the forward begin."""
-
-
-def _steps_of(module: LightningModule) -> _Steps | None:
-    hooks = module._forward_pre_hooks.values()
-    return next((hook.steps for hook in hooks if isinstance(hook, _Prepared)), None)
-
-
-def _arguments(module: LightningModule, batch: Any) -> tuple[Any, _Step]:
-    """What ``_Steps`` is called with for the first batch."""
-    numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    return batch, _Step("training_step", (0,) if numbered else ())
-
-
-@contextmanager
-def _unattached(module: LightningModule) -> Iterator[None]:
-    """Has ``module`` without its Trainer, as in its own tests: ``self.log`` does nothing then. Metrics are told
-    nothing: a plan is made without values, which they look at and keep."""
-    trainer, module.trainer = module.trainer, None
-    metrics = [(metric, dict(vars(metric))) for metric in module.modules() if isinstance(metric, Metric)]
-    try:
-        for metric, _ in metrics:
-            vars(metric).update(forward=_no_metric, update=_no_metric)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You are trying to `self.log")
-            yield
-    finally:
-        for metric, before in metrics:
-            vars(metric).clear()
-            vars(metric).update(before)
-        module.trainer = trainer
-
-
-def _no_metric(*args: Any, **kwargs: Any) -> torch.Tensor:
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and not leaf.numel():
-            leaf.sum()  # refused where these are the logits of a loss in pieces, which no metric could be told
-    return torch.zeros(())
 
 
 def _on_weights(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
