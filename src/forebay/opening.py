@@ -160,7 +160,7 @@ def open_session(
     team = Team(cores_beside_compute(spared), step_back) if plan.streaming.overlap_update else Team(cores())
     resources = Resources(device, watch, ledgers, store, pool, stash, team, owns_device=owns_device)
     if kept is not None:
-        resources.locks[kept.path] = kept.lock
+        resources.locks.take_over(kept.path, kept.lock)
     session = Session(plan, bound.model, bound.parameters, rule, resources, whereabouts)
     try:
         attachment = _take_over(session, model, bound, head)
@@ -170,7 +170,7 @@ def open_session(
     # A model that is dropped without close() gives its memory, files and threads back all the same.
     weakref.finalize(model, resources.close)
     attachment.hide_all()
-    session.between_passes()
+    session.lookout.between_passes()
     attachment.at_end(refuse_steps(optimizer))
     accept_others = refuse_other_steps(session.names, optimizer)
     attachment.at_end(accept_others)

@@ -51,9 +51,7 @@ class Kept:
         try:
             forebay.resume(self.model, self.optimizer, folder)
         finally:
-            lock = prepared_session(self.model).resources.locks.pop(folder.resolve(), None)
-            if lock is not None:
-                lock.close()  # there are many folders, and descriptors are few
+            prepared_session(self.model).unlock(folder)  # there are many folders, and descriptors are few
 
     def copy(self, where: Path) -> Path:
         shutil.rmtree(where, ignore_errors=True)

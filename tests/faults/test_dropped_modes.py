@@ -68,7 +68,7 @@ def test_one_whose_optimizer_is_kept_is_not_seen_to_again(tmp_path: Path) -> Non
     del model
     gc.collect()
     assert not _get_current_dispatch_mode_stack()
-    session.between_passes()
+    session.lookout.between_passes()
     assert not _get_current_dispatch_mode_stack()
 
 

@@ -59,7 +59,7 @@ def alternate_loops(attachments: Sequence[Attachment], loops: Sequence[Callable[
             for attachment in attachments:
                 attachment.session.own_loop.number = None
                 # Whoever has closed a model in its loop could not take the watch off this thread.
-                attachment.session.between_passes()
+                attachment.session.lookout.between_passes()
         running[0].resume()
     _raise_first([one.error for one in running])
     return [one.result[0] for one in running]

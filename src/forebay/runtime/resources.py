@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import final
 
 from forebay.device.base import Device, Watch
@@ -13,7 +12,7 @@ from forebay.runtime.saved import take_off
 from forebay.runtime.stash import Stash
 from forebay.runtime.store import Store
 from forebay.scheduling.slots import SlotPool
-from forebay.tiers.lock import FolderLock
+from forebay.tiers.lock import FolderLocks
 
 __all__ = ["Resources"]
 
@@ -42,7 +41,7 @@ class Resources:
         self.pool = pool
         self.stash = stash
         self.team = team
-        self.locks: dict[Path, FolderLock] = {}
+        self.locks = FolderLocks()
         self._owns_device = owns_device
         self._closed = False
 
@@ -53,8 +52,7 @@ class Resources:
         self._closed = True
         # From the last one to the first, each whatever those before it raised: no thread, file or arena outlives it.
         with ExitStack() as closing:
-            for lock in self.locks.values():
-                closing.callback(lock.close)
+            closing.callback(self.locks.close)
             if self._owns_device:
                 closing.callback(self.device.close)
             for held in (self.team, self.store, self.stash, self.pool):

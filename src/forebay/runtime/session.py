@@ -20,6 +20,7 @@ from forebay.runtime.forward_writes import ForwardWrites
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.holds import Outcome
+from forebay.runtime.lookout import Lookout
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.own_loop import OwnLoop
 from forebay.runtime.replaced import Replaced
@@ -31,9 +32,7 @@ from forebay.runtime.standins import StandIns
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
 from forebay.runtime.unplanned import DIFFERENTIATED
 from forebay.runtime.updates import Updater
-from forebay.runtime.vigil import Vigil, VigilPolicy
 from forebay.scheduling.rounds import Rounds
-from forebay.tiers.lock import FolderLock
 from forebay.timeline import Timeline
 from forebay.trace import Model, Parameter
 from forebay.treatments import seen_by_op
@@ -111,13 +110,12 @@ class Session:
         )
         self.contents = Contents(model, parameters, self.store, self.pool, self.stepping, self.synchronize)
         self.replaced = Replaced(parameters, self.contents, self.access, self._stand_ins, self.torch_device)
-        self.vigil = Vigil(VigilPolicy())
+        self.lookout = Lookout(self.watch, parameters, away=bool(self._stand_ins))
         # Whether what a pass saves is more than counted: also where nobody counts it must go through forebay's hooks.
         self._handles_saved = bool(self._stand_ins or plan.recompute or plan.activations)
         # While several passes take turns and count as one (accumulate.py): their gradients.
         self.gathering: Gathering | None = None
         self.saving: Outcome | None = None
-        self._seen = False
         # Parameters that have no gradient when a training forward begins, or there is no room for what it makes.
         staying = [b for b in model.blocks if store.blocks[b.name].placement.resident and not plan.accumulates]
         self._fresh = tuple(spec.name for block in staying for spec in block.parameters)
@@ -157,11 +155,7 @@ class Session:
         batch = shape()
         if training:
             self.save_order.begin(batch, alone=self.gathering is None)
-        seen = self._seen = self.vigil.begins(batch, training=training)
-        if seen:
-            self._look()
-        else:
-            self.watch.uninstall()
+        seen = self.lookout.begins(batch, training=training)
         self._whereabouts.phase = Phase.FORWARD
         self.measure.begin(FORWARD)
         if training:
@@ -180,14 +174,6 @@ class Session:
                     f"or prepare the model with accumulates=True"
                 )
 
-    def _look(self) -> None:
-        """Counts what is made from here on, and the gradients that passes have left that nobody looked at."""
-        self.watch.install()
-        self.watch.activate(True)
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                self.watch.count(parameter.grad, Kind.GRADIENT)
-
     def end_forward(self, *, backward_follows: bool) -> None:
         """The root module's forward ended, with a result or with an exception."""
         self.measure.end()
@@ -201,7 +187,7 @@ class Session:
         self.measure.waiting += backward_follows
         if not backward_follows:
             # Else the loss and backward are still to come, and what they take is the step's.
-            self.between_passes()
+            self.lookout.between_passes()
 
     def turn(self, phase: Phase) -> None:
         """Of several passes that take turns another one goes on, in ``phase``, in the thread that is to run it."""
@@ -209,11 +195,7 @@ class Session:
         self.measure.end()
         if phase is not Phase.IDLE:
             self.measure.begin(FORWARD if phase is Phase.FORWARD else BACKWARD)
-        if self._seen:
-            self.watch.install()
-            self.watch.activate(True)
-        else:
-            self.watch.uninstall()
+        self.lookout.goes_on()
 
     def recompute(self, block: str, again: Callable[[], None]) -> None:
         """Runs ``again``, the forward of ``block`` in backward."""
@@ -252,7 +234,7 @@ class Session:
         self.measure.end()
         self._whereabouts.block = ""
         self._whereabouts.phase = Phase.IDLE
-        self.watch.activate(False)
+        self.lookout.rests()
         self.access.differentiated = False
 
     # Gradients and steps.
@@ -292,7 +274,7 @@ class Session:
         self.own_loop.expect()
         self.replaced.take_over()
         self.stepping.expect_possible(groups)
-        self.watch.activate(False)
+        self.lookout.rests()
         # The next pass begins where the record begins: its first blocks are fetched as soon as they are updated.
         self.pool.order.begin(TRAINING)
         self.stepping.step(groups)
@@ -300,8 +282,8 @@ class Session:
             self.store.settle()
         self.pool.prefetch()
         self.measure.end_step()
-        self.vigil.step_ended()
-        self.between_passes()
+        self.lookout.step_ended()
+        self.lookout.between_passes()
 
     def give_up_step(self) -> None:
         """The passes since the last step are followed by none: it is skipped, or they have failed on the way. Gradients
@@ -310,14 +292,7 @@ class Session:
         if self.phase is Phase.BACKWARD:  # a turn of micro-batches that pass together
             self.end_backward()
         self.stepping.give_up()
-        self.between_passes()
-
-    def between_passes(self) -> None:
-        """No op is a step's until the next pass begins. Where parameters are away, a use of one is refused meanwhile,
-        also after a pass that nobody looked at; it is refused in the calling thread."""
-        self.watch.activate(False)
-        if self._stand_ins:
-            self.watch.install()
+        self.lookout.between_passes()
 
     # What the interface reads.
 
@@ -377,18 +352,11 @@ class Session:
     def lock(self, folder: Path) -> None:
         """Keeps ``folder`` for this session until it is closed. Raises ``StorageError`` where another one has it."""
         self.expect_open()
-        path, locks = folder.resolve(), self.resources.locks
-        # Each is a descriptor, and a run may go through many folders that it removes again.
-        for gone in [at for at, lock in locks.items() if not lock.stands()]:
-            locks.pop(gone).close()
-        if path not in locks:
-            locks[path] = FolderLock(path)
+        self.resources.locks.take(folder)
 
     def unlock(self, folder: Path) -> None:
         """Leaves ``folder`` to others, now and not when the session is closed."""
-        lock = self.resources.locks.pop(folder.resolve(), None)
-        if lock is not None:
-            lock.close()
+        self.resources.locks.leave(folder)
 
     def timeline(self) -> Timeline:
         """What was measured so far."""

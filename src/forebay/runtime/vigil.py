@@ -6,7 +6,7 @@ most of them need not be seen again. That a plan keeps to its budget was proven 
 ledger is what catches a model that does something else than its trace said, and that shows in the steps that it sees.
 
 The same mode refuses a stray use of a parameter that is away, by name. It does so in what it sees, and between steps
-(``Session``). A use inside the model that begins in a step that is not seen reads NaN instead, as on a device whose
+(``lookout``). A use inside the model that begins in a step that is not seen reads NaN instead, as on a device whose
 allocator keeps the account.
 """
 

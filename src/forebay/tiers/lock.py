@@ -12,7 +12,7 @@ from typing import Final, final
 from forebay.errors import StorageError
 from forebay.tiers.io import errno_words
 
-__all__ = ["LOCK", "FolderLock"]
+__all__ = ["LOCK", "FolderLock", "FolderLocks"]
 
 LOCK: Final = "lock"
 """The file in the folder that is locked. It stays: whoever removed it could remove another one's."""
@@ -70,6 +70,39 @@ class FolderLock:
                 fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
+
+
+@final
+class FolderLocks:
+    """The folders that one run holds, each once."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, FolderLock] = {}
+
+    def take(self, folder: Path) -> None:
+        """Holds ``folder``, if it does not yet. Raises what ``FolderLock`` raises."""
+        path = folder.resolve()
+        # Each is a descriptor, and a run may go through many folders that it removes again.
+        for gone in [at for at, lock in self._held.items() if not lock.stands()]:
+            self._held.pop(gone).close()
+        if path not in self._held:
+            self._held[path] = FolderLock(path)
+
+    def take_over(self, folder: Path, lock: FolderLock) -> None:
+        """Holds ``folder``, a resolved path, by ``lock``, which somebody else has taken."""
+        self._held[folder] = lock
+
+    def leave(self, folder: Path) -> None:
+        """Gives ``folder`` back, where it is held."""
+        lock = self._held.pop(folder.resolve(), None)
+        if lock is not None:
+            lock.close()
+
+    def close(self) -> None:
+        """Gives all folders back, each whatever those before it raised."""
+        with contextlib.ExitStack() as closing:
+            for lock in self._held.values():
+                closing.callback(lock.close)
 
 
 def _holder(fd: int) -> str:
