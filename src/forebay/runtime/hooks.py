@@ -14,7 +14,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex, final
 
@@ -25,14 +24,14 @@ from torch.utils.hooks import RemovableHandle
 
 from forebay.arguments import expect
 from forebay.device.base import NoWatch
-from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs, refuse_compiled_since
 from forebay.errors import ForebayError, UsageError
-from forebay.plans import Plan
 from forebay.runtime.attributes import beside_blocks
+from forebay.runtime.compiled_modules import CompiledModules
 from forebay.runtime.forward_order import Passing
 from forebay.runtime.forward_writes import lost
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
+from forebay.runtime.open_blocks import OpenBlocks
 from forebay.runtime.passes import Pass, Running, calls_under_way, expect_no_trace, expect_no_transform, part_by_itself
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
@@ -126,7 +125,6 @@ class Attachment:
         self._root = weakref.ref(root)
         self._handles: list[RemovableHandle] = []
         self._endings: list[Callable[[], None]] = []
-        self._depth: dict[str, int] = {}
         self._unseen = session.saved.unseen
         self._recomputation = Recomputation(
             session.saved, session.comes_to_block, self._recompute, session.watch, session.stash
@@ -143,22 +141,20 @@ class Attachment:
         # What the plan was made for, if that is known.
         self.planned_for: Unplanned | None = None
         self.has_tiles = any(isinstance(module, Tiled) for module in modules.values())
-        plan = session.plan
-        watched = not isinstance(session.watch, NoWatch)
-        self._as_written = not plan.compiled and (watched or bool(plan.activations or plan.recompute))
-        self._compiled = compiled_modules(root)
-        self._hooked: list[nn.Module] = []
+        self._compiled = CompiledModules(root, session.plan, watched=not isinstance(session.watch, NoWatch))
         streamed = [b for b in session.model.blocks if not session.store.blocks[b.name].placement.resident]
         self._streamed = {b.name for b in streamed}
         self._streamed_names = {p.name for b in streamed for p in b.parameters}
-        self._quiet = quiet_blocks(plan, session.model.blocks, modules)
+        self._open = OpenBlocks(session, self._streamed)
+        self._quiet = quiet_blocks(session.plan, session.model.blocks, modules)
         try:
             self._attach(root, modules, streamed)
         except BaseException:
             self._remove_hooks()
             raise
-        if self._compiled and self._as_written:
-            warnings.warn(_not_compiled(self._compiled, session.torch_device, plan), stacklevel=4)
+        remark = self._compiled.remark(session.torch_device)
+        if remark:
+            warnings.warn(remark, stacklevel=4)
 
     # Attaching and detaching.
 
@@ -179,13 +175,11 @@ class Attachment:
                 self._handles += self._offloading.attach(block.name, module, treatments)
         for name, blocks in self._asked(streamed).items():
             # Before the user's own hooks, and before those of a recomputation: both may read the parameters.
-            before, after = self._before_module(tuple(blocks)), self._after_module
-            if self._compiled:
-                before, after = outside_of_graphs(before), outside_of_graphs(after)
-            self._hooked.append(modules[name])
-            keep(modules[name].register_forward_pre_hook(before, prepend=True))
+            module = modules[name]
+            before, after = self._compiled.beside(module, self._before_module(tuple(blocks)), self._after_module)
+            keep(module.register_forward_pre_hook(before, prepend=True))
             # always_call: an exception inside forward must close the block too, so that the next step works.
-            keep(modules[name].register_forward_hook(after, always_call=True))
+            keep(module.register_forward_hook(after, always_call=True))
         # Last and in front of all: a pass begins before its first block is asked for.
         keep(root.register_forward_pre_hook(RootHook(self), prepend=True, with_kwargs=True))
         keep(root.register_forward_hook(self._after_root, always_call=True))
@@ -210,11 +204,6 @@ class Attachment:
         """Points every streamed parameter at its stand-in."""
         for name in self._streamed_names:
             self.session.hide(name)
-
-    def _hide_block(self, block: Block) -> None:
-        if block.name in self._streamed:
-            for spec in block.parameters:
-                self.session.hide(spec.name)
 
     def detach(self) -> None:
         """Takes every hook off and gives the parameters their values back, as ordinary tensors.
@@ -288,7 +277,7 @@ class Attachment:
                 return  # part of the same pass
             self.abandon()
         elif self.session.gathering is None:
-            self._close_blocks()  # those of a checkpoint of the model's own, if the backward before was interrupted
+            self._open.close_all()  # those of a checkpoint of the model's own, if the backward before was interrupted
         self.current.running.clear()
         self.current.training = torch.is_grad_enabled()
         # With dropout on or off: other things are made and saved.
@@ -301,7 +290,7 @@ class Attachment:
             remark = self.planned_for.remark(args, kwargs, waiting, evaluates=evaluates)
             self.session.device.ledger.remark = remark
         saves = self.session.begin_forward(lambda: (mode, batch_shape(args, kwargs)), training=self.current.training)
-        self.current.scopes.enter_context(self._standing_back())
+        self.current.scopes.enter_context(self._compiled.standing_back())
         self.current.saving = None
         if saves is Saves.NOTHING:
             return  # nothing streams, and what such a pass saves has been seen
@@ -312,18 +301,9 @@ class Attachment:
         if saves is Saves.NEEDED and self._quiet:
             self.current.saving = scope
 
-    def _standing_back(self) -> AbstractContextManager[Any]:
-        """Has compiled modules run as they are written, where they have to. Also in passes that the watch does not look
-        at: else one step would have other numbers than the next."""
-        if self._as_written:
-            return as_written()
-        if not self._compiled:
-            refuse_compiled_since(self._hooked)
-        return nullcontext()
-
     def _recompute(self, block: str, again: Callable[[], None]) -> None:
         """Runs ``again``, the forward of ``block`` in backward, as it ran the first time."""
-        with self._standing_back():
+        with self._compiled.standing_back():
             self.session.recompute(block, again)
 
     def abandon(self) -> None:
@@ -331,14 +311,9 @@ class Attachment:
         self._recomputation.abandon()
         self._offloading.abandon()
         self._unseen.abandon()
-        self._close_blocks()
+        self._open.close_all()
         self.current.scopes.close()
         self.session.end_forward(backward_follows=False)
-
-    def _close_blocks(self) -> None:
-        for block in self.session.model.blocks:
-            if self._depth.pop(block.name, 0):
-                self._hide_block(block)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() in self._turned_away:
@@ -357,14 +332,7 @@ class Attachment:
             if self.current.saving is not None:
                 self.current.saving.begin(blocks)
             for block in blocks:
-                depth = self._depth.get(block.name, 0)
-                if depth == 0:
-                    since = self.session.measure.opening(block)
-                    self.session.device.turn.offer()
-                    if block.name in self._streamed:
-                        self.session.writes.expose(block)
-                    self.session.measure.enter(block, since)
-                self._depth[block.name] = depth + 1
+                self._open.open(block)
 
         return before
 
@@ -392,15 +360,7 @@ class Attachment:
         instead, changed = self._without_aliases(output), list[str]()
         for block in blocks:
             # A pre-hook that failed in the middle has opened only the first of its blocks.
-            depth = self._depth.get(block.name, 0)
-            if depth == 0:
-                continue
-            self._depth[block.name] = depth - 1
-            if depth == 1:
-                if output is not None and block.name in self._streamed:
-                    changed += self.session.writes.changed(block)
-                self._hide_block(block)
-                self.session.measure.leave(block)
+            changed += self._open.close(block, whole=output is not None)
         if changed:
             raise lost(changed[0])
         return instead
@@ -417,13 +377,3 @@ class Attachment:
         if not any(is_alias(value) for value in tree_leaves(output)):
             return None
         return tree_map(lambda value: value.clone() if is_alias(value) else value, output)
-
-
-def _not_compiled(names: Sequence[str], device: torch.device, plan: Plan) -> str:
-    """What a user is told whose compiled modules run as they are written."""
-    why = "bytes are counted op by op" if device.type == "cpu" else f"the plan of policy {plan.planner} recomputes"
-    which = f"{names[0]!r}" + (f" and {len(names) - 1} other compiled modules" if len(names) > 1 else "")
-    return (
-        f"{which} will run as written, not compiled: on {device.type} {why}, which compiled code does not allow; the "
-        f"numbers are those of the model without torch.compile"
-    )
