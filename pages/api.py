@@ -22,6 +22,7 @@ SOURCE = ROOT / "src"
 FUNCTIONS = ("forebay", "forebay.optim", "forebay.testing", "forebay.catalogue")
 RECORDS = (
     "forebay.budgets",
+    "forebay.model",
     "forebay.trace",
     "forebay.machine",
     "forebay.plans",

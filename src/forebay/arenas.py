@@ -14,9 +14,9 @@ from forebay.cells import cell_of
 from forebay.errors import ConfigError
 from forebay.layout import PAGE, Chunk, StateLayout, align, gradient_offsets, residual_offsets, state_layout
 from forebay.memory import Kind, Tier
+from forebay.model import Block, Model
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.states import Masters
-from forebay.trace import Block, Model
 from forebay.units import MiB
 from forebay.workspaces import widened_copies, workspace_nbytes
 

@@ -23,8 +23,8 @@ from functools import cached_property
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
+from forebay.model import Block, Parameter
 from forebay.states import BLOCK, Masters, Reach, StateForm, form_of, is_wide, reach_of
-from forebay.trace import Block, Parameter
 
 __all__ = [
     "LOWER",

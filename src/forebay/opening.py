@@ -13,6 +13,7 @@ from forebay.device.ledger import StorageLedger
 from forebay.errors import DoesNotFit, ModelError, OptimizerError, UsageError
 from forebay.kernels.team import Team, cores, cores_beside_compute
 from forebay.memory import Ledger, Tier
+from forebay.model import Parameter
 from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import StreamedOptimizer, refuse_steps
 from forebay.plans import Plan
@@ -31,7 +32,6 @@ from forebay.scheduling.slots import SlotPool
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
 from forebay.tiers.host import available_host_memory, free_in
 from forebay.tiers.kept import KeptFolder
-from forebay.trace import Parameter
 from forebay.units import format_apart
 
 __all__ = ["expect_no_inference", "expect_pair", "expect_trainable", "ledgers_of", "limits_of", "open_session"]

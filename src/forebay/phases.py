@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from forebay.arenas import arenas_of, home_tier
 from forebay.layout import PAGE, STATE_ITEMSIZE, align, in_order, needs_master, state_layout
 from forebay.memory import Tier
+from forebay.model import Block, Parameter
 from forebay.plans import Placement, Plan
 from forebay.states import Masters, masters_for
-from forebay.trace import Block, Parameter, Phase, Trace
+from forebay.trace import Phase, Trace
 from forebay.units import MiB
 
 __all__ = ["PASSING", "PHASES", "PhasePeaks", "phases"]

@@ -303,7 +303,7 @@ class Plan:
     are dropped in forward and made again in backward; ``activations`` says which ops are treated otherwise than their
     block (``Selection``). ``loss_piece`` (0: all at once) are the most bytes of logits at a time from which the loss of
     a language model is computed. ``read_outside`` names the blocks whose parameters the model reads outside of their
-    modules (``trace.Block``), ``written`` the parameters of blocks that stream which the forward writes to: such a
+    modules (``model.Block``), ``written`` the parameters of blocks that stream which the forward writes to: such a
     write may change nothing (a clamp), and is refused where it does. ``compiled`` names the modules that run as
     torch.compile made them, which the plan was made for; others run as written. ``accumulates`` False: every training
     forward finds that no parameter which stays on the device has a gradient, and what those take is counted from when

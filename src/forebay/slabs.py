@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from forebay.arenas import arenas_of
 from forebay.layout import align, state_layout
 from forebay.memory import Kind, Tier
+from forebay.model import Model
 from forebay.plans import Plan
-from forebay.trace import Model
 
 __all__ = ["RESIDENT", "SLOTS", "STATES", "WINDOW", "Region", "Slab", "device_slabs"]
 

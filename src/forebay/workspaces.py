@@ -8,8 +8,8 @@ from math import ceil
 
 from forebay.layout import LOWER, MASTER, STATE_ITEMSIZE, align, in_order, is_drawn, needs_master, states_nbytes
 from forebay.memory import ALIGNMENT
+from forebay.model import Parameter
 from forebay.states import Masters, Reach, form_of, reach_of
-from forebay.trace import Parameter
 
 __all__ = ["LION", "PART", "PIECE", "part_elements", "widened_copies", "workspace_nbytes"]
 

@@ -19,9 +19,9 @@ from forebay.arenas import (
 )
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, gradient_offsets, needs_master, state_layout
 from forebay.memory import ALIGNMENT, Tier
+from forebay.model import Block, Model
 from forebay.plans import Placement, Streaming
 from forebay.states import Masters
-from forebay.trace import Block, Model
 from tests.null.synthetic import ADAM, ITEMSIZE, block
 
 PARAMETERS = st.tuples(

@@ -11,8 +11,9 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.plans import PLAN_SCHEMA, Placement, Plan, Streaming
-from forebay.trace import Block, Trace
+from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.strategies import plan_for, roomy, roomy_machine
 from tests.null.synthetic import block

@@ -11,12 +11,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from forebay.budgets import Budget, DiskBudget
 from forebay.machine import Curve, Disk, Link, Machine
+from forebay.model import Block
 from forebay.planners import Bench, Problem
 from forebay.planners.activations.chain import EXTRA, Chain, Shares
 from forebay.planners.activations.choosing import early, rounded, spread
 from forebay.planners.parts import Draft
 from forebay.planners.shapes import Filling, filled, options
-from forebay.trace import Block, Footprint, Trace
+from forebay.trace import Footprint, Trace
 from tests.null.synthetic import ADAM, block
 from tests.null.tracing import Layer, chain_trace
 

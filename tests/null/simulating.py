@@ -8,12 +8,13 @@ from typing import Any
 
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.memory import Kind, Tier
+from forebay.model import Model
 from forebay.program import Action, Change, Program, Verb
 from forebay.simulation import Costs
 from forebay.simulation.play import play
 from forebay.states import Masters
 from forebay.timeline import Event, Lane, Timeline
-from forebay.trace import NO_SAVES, Model, Op, Phase, Segment, Trace, Visit, Work
+from forebay.trace import NO_SAVES, Op, Phase, Segment, Trace, Visit, Work
 
 __all__ = [
     "FLOPS",

@@ -16,8 +16,9 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.layout import PAGE, align
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.memory import Kind, Tier
+from forebay.model import Block, Parameter
 from forebay.plans import Placement, Plan, Streaming
-from forebay.trace import Block, Parameter, Phase, Trace
+from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Selection, Split, Treatment
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace, made_bytes, peak_live

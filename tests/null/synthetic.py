@@ -9,8 +9,9 @@ from dataclasses import replace
 from forebay.budgets import Budget, DiskBudget
 from forebay.layout import align
 from forebay.memory import ALIGNMENT
+from forebay.model import Block, Model, Parameter
 from forebay.planners import Problem
-from forebay.trace import Block, Footprint, Model, Parameter
+from forebay.trace import Footprint
 
 __all__ = ["ADAM", "ITEMSIZE", "block", "problem"]
 

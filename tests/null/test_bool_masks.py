@@ -10,11 +10,12 @@ from forebay.checking import check
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Kind, Tier
+from forebay.model import Model
 from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Verb
 from forebay.simulation import Costs, play
 from forebay.states import Masters
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.programs import device_standing
 from tests.null.rearranging import behind

@@ -10,9 +10,10 @@ from forebay.checking import check
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.lowering import lower
 from forebay.memory import Kind, Tier
+from forebay.model import Model
 from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Program, Verb
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.programs import device_standing, plain_program
 from tests.null.strategies import RESIDENT, plan_for, roomy, roomy_machine

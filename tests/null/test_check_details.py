@@ -11,9 +11,10 @@ from forebay.checking import check
 from forebay.errors import PlanInvalid
 from forebay.lowering import lower
 from forebay.memory import Kind, Tier
+from forebay.model import Model
 from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Action, Program, Verb
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.ahead import ahead, issued_earlier
 from tests.null.programs import drop, plain_program

@@ -14,10 +14,11 @@ from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import lower
 from forebay.lowering.liveness import device_bound
 from forebay.memory import Kind, Tier
+from forebay.model import Model
 from forebay.plans import Placement, Plan, Update, used_up
 from forebay.program import Program, Verb
 from forebay.timeline import Lane
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Phase, Trace
 from tests.null.ahead import ends_of_steps
 from tests.null.passing import passing, read_late, run_late
 from tests.null.strategies import RESIDENT, roomy, roomy_machine

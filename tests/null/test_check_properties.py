@@ -12,11 +12,11 @@ from forebay.checking import check
 from forebay.errors import DeviceOutOfMemory, DoesNotFit, PlanInvalid
 from forebay.lowering import device_bound, lower
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.plans import Placement, Streaming
 from forebay.program import Program
 from forebay.simulation import Costs, play
 from forebay.states import Masters
-from forebay.trace import Block
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.corruptions import CORRUPTIONS
 from tests.null.programs import device_standing, plain_program

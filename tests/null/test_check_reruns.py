@@ -10,10 +10,11 @@ from forebay.checking import check
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Kind
+from forebay.model import Model
 from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Program, Verb
 from forebay.timeline import Lane
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.programs import device_standing
 from tests.null.rearranging import behind

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from forebay.layout import needs_master, touched_nbytes, with_masters
+from forebay.model import Model
 from forebay.simulation.device_updates import CALL, Ops, device_update_rate, ops_of
 from forebay.states import Masters, moment_states
-from forebay.trace import Model
 from tests.null.simulating import MACHINE
 from tests.null.synthetic import ADAM, block
 

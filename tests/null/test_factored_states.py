@@ -14,11 +14,11 @@ from forebay.arenas import Sizer
 from forebay.checking import check
 from forebay.errors import ForebayError
 from forebay.layout import MASTER, align, chunk_elements, has_stream, state_layout, states_nbytes
+from forebay.model import Block, Model, Parameter
 from forebay.planners import make_plan
 from forebay.simulation.costs import Costs
 from forebay.simulation.update_rates import FACTORED
 from forebay.states import MUON, Masters, Reach, Shape, element_nbytes, form_of, is_fp32, is_wide, masters_for, reach_of
-from forebay.trace import Block, Model, Parameter
 from forebay.workspaces import PART, workspace_nbytes
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.simulating import MACHINE, seconds_trace

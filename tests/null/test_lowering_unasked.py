@@ -11,9 +11,10 @@ import pytest
 from forebay.checking import check
 from forebay.lowering import lower
 from forebay.memory import Kind
+from forebay.model import Model
 from forebay.plans import Plan
 from forebay.program import Program, Verb
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Split, Treatment
 from tests.null.synthetic import block
 from tests.null.test_codes_and_disk import MACHINE, planned

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from forebay.lowering.index import TraceIndex
 from forebay.memory import Kind
+from forebay.model import Model
 from forebay.planners.activations.items import INPUT, Item, Items, items_of
 from forebay.planners.activations.menu import GRID, MOST, Option, menu, thresholds
 from forebay.simulation import Costs
 from forebay.states import Masters
-from forebay.trace import Model, Phase, Trace, Work
+from forebay.trace import Phase, Trace, Work
 from forebay.treatments import Fate, Treatment
 from tests.null.planning import machine
 from tests.null.synthetic import block

@@ -9,6 +9,7 @@ import pytest
 from forebay.checking import check
 from forebay.layout import has_stream, state_layout, states_nbytes, touched_nbytes
 from forebay.machine import Machine
+from forebay.model import Block
 from forebay.planners import make_plan
 from forebay.plans import Update
 from forebay.simulation.costs import Costs
@@ -24,7 +25,7 @@ from forebay.states import (
     masters_for,
     reach_of,
 )
-from forebay.trace import Block, Trace
+from forebay.trace import Trace
 from forebay.workspaces import workspace_nbytes
 from tests.null.planning import asked, chain, machine
 from tests.null.simulating import MACHINE

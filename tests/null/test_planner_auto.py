@@ -13,10 +13,10 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.layout import gradient_offsets, state_layout
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners import PLANNERS, Problem, make_plan
 from forebay.plans import Plan, Streaming
 from forebay.states import Masters
-from forebay.trace import Block
 from forebay.units import GiB, KiB, MiB
 from tests.null.synthetic import ADAM, block, problem
 

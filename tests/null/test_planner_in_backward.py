@@ -13,11 +13,11 @@ from forebay.checking import check
 from forebay.errors import CannotServe, ConfigError, DoesNotFit
 from forebay.figures import with_figures
 from forebay.machine import Machine
+from forebay.model import Model
 from forebay.planners import INEXACT, PLANNERS, Bench, Problem, make_plan
 from forebay.planners.in_backward import FEWEST, Usable, passed, searched, slots_of
 from forebay.planners.parts import Draft, all_resident
 from forebay.plans import Plan, Streaming, Update, UpdateTime, used_up
-from forebay.trace import Model
 from forebay.units import format_seconds
 from tests.null.passing import run_late
 from tests.null.planning import ENOUGH, asked, chain, lopsided, machine

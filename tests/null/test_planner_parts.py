@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, Draft, sizes_at_once, slot_options
 from forebay.plans import Placement, Streaming, Update
-from forebay.trace import Block
 
 
 def blocks(*described: tuple[int, tuple[str, ...]]) -> list[Block]:

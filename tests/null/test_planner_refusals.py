@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from forebay.errors import CannotServe, DoesNotFit
+from forebay.model import Block
 from forebay.planners import Problem, make_plan
 from forebay.planners.nearest import LEAN_OPTIMIZERS
 from forebay.remedies import Remedy
 from forebay.states import DRAWN, OF_FOREBAY
-from forebay.trace import Block, Trace
+from forebay.trace import Trace
 from forebay.units import format_enough
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.synthetic import ADAM, block

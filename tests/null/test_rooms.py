@@ -16,6 +16,7 @@ WITHOUT_TORCH = (
     "forebay.errors",
     "forebay.memory",
     "forebay.timeline",
+    "forebay.model",
     "forebay.trace",
     "forebay.layout",
     "forebay.cells",

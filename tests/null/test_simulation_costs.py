@@ -9,11 +9,12 @@ import pytest
 from forebay.calls import Calls
 from forebay.errors import ConfigError
 from forebay.machine import Curve, Disk, Link, Machine
+from forebay.model import Model
 from forebay.program import Verb
 from forebay.simulation.costs import ADD_TRAFFIC, SUM_TRAFFIC, VIEW_SHARE, Costs, Source
 from forebay.states import Masters
 from forebay.timeline import Lane
-from forebay.trace import NO_SAVES, Model, Op, Phase, Segment, Trace, Visit, Work
+from forebay.trace import NO_SAVES, Op, Phase, Segment, Trace, Visit, Work
 from tests.null.simulating import (
     MACHINE,
     RATE,

@@ -11,6 +11,7 @@ from forebay.checking import check
 from forebay.errors import ConfigError
 from forebay.layout import MASTER, PAGE, align, chunk_elements, state_layout, states_nbytes
 from forebay.lowering import lower
+from forebay.model import Block, Parameter
 from forebay.planners import make_plan
 from forebay.program import Verb
 from forebay.states import (
@@ -26,7 +27,6 @@ from forebay.states import (
     reach_of,
     state_changes,
 )
-from forebay.trace import Block, Parameter
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 NAMES = ("exp_avg", "exp_avg_sq")

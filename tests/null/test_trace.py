@@ -9,8 +9,9 @@ import pytest
 
 from forebay.errors import ConfigError
 from forebay.memory import Kind
+from forebay.model import Block, Model, Parameter
 from forebay.profiler.segments import Calls, Recorded, cut
-from forebay.trace import TRACE_SCHEMA, Block, Gradient, Model, Op, Parameter, Phase, Tensor, Trace, Visit, Work
+from forebay.trace import TRACE_SCHEMA, Gradient, Op, Phase, Tensor, Trace, Visit, Work
 
 LAYERS = 3
 

@@ -8,9 +8,9 @@ import pytest
 
 from forebay.errors import ConfigError
 from forebay.machine import Machine
+from forebay.model import Block, Model, Parameter
 from forebay.simulation.costs import Costs
 from forebay.states import Masters, Moments, moment_states, update_kind
-from forebay.trace import Block, Model, Parameter
 from tests.null.simulating import MACHINE, RATE, seconds_trace, update
 
 NAMES = ("exp_avg", "exp_avg_sq")

@@ -10,10 +10,10 @@ from forebay.checking import check
 from forebay.checking.cells import widened
 from forebay.layout import align, state_layout
 from forebay.memory import ALIGNMENT
+from forebay.model import Parameter
 from forebay.planners import make_plan
 from forebay.plans import UpdateTime
 from forebay.states import FACTORED, MUON, OF_FOREBAY, Masters
-from forebay.trace import Parameter
 from forebay.workspaces import PART, workspace_nbytes
 from tests.null.planning import ENOUGH, asked, machine
 from tests.null.synthetic import ADAM, block

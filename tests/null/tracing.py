@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from forebay.memory import Kind
-from forebay.trace import NO_SAVES, Block, Gradient, Model, Op, Phase, Segment, Tensor, Trace, Visit, Work
+from forebay.model import Block, Model
+from forebay.trace import NO_SAVES, Gradient, Op, Phase, Segment, Tensor, Trace, Visit, Work
 from tests.null.synthetic import ADAM, block
 
 __all__ = [

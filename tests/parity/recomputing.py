@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from forebay.arenas import arenas
 from forebay.budgets import Budget
 from forebay.memory import Tier
+from forebay.model import Model
 from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
-from forebay.trace import Model
 from tests.parity.models import CASES, VOCABULARY, Case, albert, tokens
 
 AMPLE = 64 * 2**20

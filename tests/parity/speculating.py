@@ -12,10 +12,10 @@ from forebay.arenas import arenas_of
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.memory import Tier
+from forebay.model import Model
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.states import masters_for
-from forebay.trace import Model
 from tests.null.updating import updating
 from tests.parity.content import states_of
 from tests.parity.models import Case, WithLoss, images

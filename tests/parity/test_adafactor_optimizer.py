@@ -10,11 +10,11 @@ from torch import nn
 
 from forebay import workspaces
 from forebay.errors import OptimizerError
+from forebay.model import Parameter
 from forebay.optim import Adafactor, adafactor_parts
 from forebay.optim.factored import AdafactorRule
 from forebay.optim.parts import Part
 from forebay.states import Shape, form_of
-from forebay.trace import Parameter
 
 NUMBERS = {"lr": 1e-2, "weight_decay": 0.1}
 SHAPES = ((37, 41), (300,), (), (3, 5, 4, 4), (1, 7), (0, 3))

@@ -11,8 +11,8 @@ from torch import nn
 import forebay
 from forebay.errors import ModelError
 from forebay.memory import ALIGNMENT
+from forebay.model import Block
 from forebay.runtime.blocks import CUTS, BoundModel, find_blocks
-from forebay.trace import Block
 from tests.parity.models import CASES, UsedTwice, WithLoss, convnet, llama
 
 

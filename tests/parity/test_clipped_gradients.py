@@ -17,6 +17,7 @@ import forebay
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.kernels.team import ALONE, Team
+from forebay.model import Parameter
 from forebay.optim.scaling import Span, multiply
 from forebay.plans import Plan, Update
 from forebay.runtime.deferred import Deferred
@@ -24,7 +25,6 @@ from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.landing import Landing
 from forebay.timeline import Lane
-from forebay.trace import Parameter
 from tests.null.updating import at_home
 from tests.parity.device_updating import on_device
 from tests.parity.speculating import MIXED, Run, speculating

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 import forebay.optim as own
 from forebay.layout import with_masters
+from forebay.model import Parameter
 from forebay.optim.choosing import torch_arithmetic
 from forebay.optim.parts import Part
 from forebay.optim.reading import name_of, read_optimizer
 from forebay.simulation.device_updates import CALL, ops_of
 from forebay.states import Masters, Shape, form_of
-from forebay.trace import Parameter
 from forebay.workspaces import PART, PIECE, widened_copies, workspace_nbytes
 from tests.parity.test_adafactor_prepared import came
 

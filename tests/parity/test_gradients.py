@@ -15,11 +15,11 @@ from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.errors import ForebayError
+from forebay.model import Parameter
 from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.landing import Landing
 from forebay.timeline import Lane
-from forebay.trace import Parameter
 
 CPU = torch.device("cpu")
 SHAPE = (6, 10)

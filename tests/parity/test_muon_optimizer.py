@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from forebay.errors import OptimizerError
+from forebay.model import Parameter
 from forebay.optim import Muon, muon_groups
 from forebay.optim.choosing import torch_arithmetic
 from forebay.optim.orthogonal import MuonRule
 from forebay.optim.parts import Part
 from forebay.optim.reading import read_optimizer
-from forebay.trace import Parameter
 from forebay.workspaces import workspace_nbytes
 
 WAYS: dict[str, dict[str, Any]] = {

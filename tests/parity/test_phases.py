@@ -22,12 +22,13 @@ from forebay.device.cpu import CpuDevice
 from forebay.device.ledger import StorageLedger
 from forebay.exporting import write_model
 from forebay.memory import Kind, Ledger, Tier
+from forebay.model import Parameter
 from forebay.phases import PASSING, PHASES, PhasePeaks, forward_peak, phases
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.profiler.capture import capture
 from forebay.runtime.hooks import session_of
 from forebay.states import Masters
-from forebay.trace import Parameter, Trace
+from forebay.trace import Trace
 from tests.parity.compare import adamw
 from tests.parity.models import CASES, Case
 from tests.parity.offloading import trace_of

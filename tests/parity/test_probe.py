@@ -18,6 +18,7 @@ from forebay.cli.main import app
 from forebay.device.cpu import CpuDevice
 from forebay.layout import state_layout
 from forebay.machine import Machine
+from forebay.model import Block, Parameter
 from forebay.profiler import overhead
 from forebay.profiler.company import Company, busy_of
 from forebay.profiler.effort import Effort, Layer
@@ -30,7 +31,6 @@ from forebay.profiler.transfer_rates import both_rates, curve_of
 from forebay.profiler.update_rates import UpdateTrial, spared_by, spared_cores
 from forebay.states import Masters
 from forebay.timeline import Event, Lane
-from forebay.trace import Block, Parameter
 
 KiB = 1024
 MiB = 1024 * KiB

@@ -17,10 +17,11 @@ from forebay.arenas import arenas, home_nbytes
 from forebay.budgets import Budget, DiskBudget
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
+from forebay.model import Block, Model
 from forebay.plans import Placement, Plan, Streaming, UpdateTime, used_up
 from forebay.runtime.blocks import find_blocks
 from forebay.states import Masters, masters_for
-from forebay.trace import Block, Footprint, Model
+from forebay.trace import Footprint
 from tests.parity.compare import assert_same_training
 from tests.parity.models import CASES, Case, WithLoss, images
 from tests.parity.offloading import trace_of

@@ -26,11 +26,12 @@ from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
 from forebay.layout import PAGE, STATE_ITEMSIZE, Chunk, StateLayout, in_order, needs_master
 from forebay.memory import ALIGNMENT, Kind
+from forebay.model import Parameter
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
 from forebay.states import Masters, Reach, form_of, is_fp32
 from forebay.timeline import Lane
-from forebay.trace import Parameter, Trace
+from forebay.trace import Trace
 from forebay.workspaces import PART, PIECE
 
 __all__ = ["Cells", "Work", "check_window", "residual_nbytes", "storage_window", "widened"]

@@ -15,9 +15,10 @@ from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.layout import PAGE, StateLayout, state_layout
 from forebay.machine import Machine
 from forebay.memory import ALIGNMENT, Kind, Tier
+from forebay.model import Block
 from forebay.plans import Placement, Plan, Update, used_up
 from forebay.states import masters_fault
-from forebay.trace import Block, Trace
+from forebay.trace import Trace
 from forebay.units import format_apart
 
 __all__ = ["allowances", "check_names", "check_standing", "layouts", "standing", "staying_gradients"]

@@ -9,9 +9,9 @@ from forebay.checking.order import Order
 from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
 from forebay.memory import ALIGNMENT
+from forebay.model import Block, Model
 from forebay.plans import Plan, Update, used_up
 from forebay.program import Program, Verb
-from forebay.trace import Block, Model
 
 __all__ = ["check_gradient_slots"]
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, final
 
 from forebay.memory import Kind
-from forebay.trace import NO_SAVES, Op, Parameter, Phase, Trace, Visit
+from forebay.model import Parameter
+from forebay.trace import NO_SAVES, Op, Phase, Trace, Visit
 from forebay.units import format_bytes
 
 __all__ = ["FlatOp", "Step"]

@@ -21,12 +21,12 @@ from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
 from forebay.layout import LOWER, RESIDUAL, Chunk, Piece
 from forebay.memory import Tier
+from forebay.model import Parameter
 from forebay.runtime.blockstate import BlockCopy, BlockState
 from forebay.runtime.homes import Home, MemoryHome
 from forebay.runtime.tensors import bytes_before, elements
 from forebay.states import Masters
 from forebay.timeline import Lane
-from forebay.trace import Parameter
 
 __all__ = ["Copying", "buffer_entry", "copies_of_blocks", "copy_of_buffers", "kept_states"]
 

@@ -16,6 +16,7 @@ from forebay.checkpoint.converted import as_wanted
 from forebay.checkpoint.source import saved_buffers
 from forebay.checkpoint.weights import Tensors, Weights
 from forebay.errors import ConfigError, ModelError
+from forebay.model import Block
 from forebay.phases import PASSING
 from forebay.runtime.contents import LazyTensors
 from forebay.runtime.generators import drawn_from
@@ -23,7 +24,6 @@ from forebay.runtime.session import Session
 from forebay.runtime.tensors import dtype_of
 from forebay.runtime.tiles import Tile, Tiled
 from forebay.runtime.wholes import Whole, wholes_of
-from forebay.trace import Block
 
 __all__ = ["fill_at_random", "fill_from_folder"]
 

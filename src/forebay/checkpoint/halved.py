@@ -14,10 +14,10 @@ import torch
 
 from forebay.checkpoint.inventory import UPPER, Entry, entry_name, entry_of
 from forebay.layout import LOWER, MASTER, needs_master
+from forebay.model import Block
 from forebay.optim.halves import join
 from forebay.phases import PASSING
 from forebay.states import TIES
-from forebay.trace import Block
 
 __all__ = ["Halved", "JoiningReader", "halved_in"]
 

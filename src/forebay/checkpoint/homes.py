@@ -23,6 +23,7 @@ from forebay.checkpoint.inventory import entries_of, entry_name, value_of
 from forebay.checkpoint.manifest import Home, HomeFile, Homes, Stretch
 from forebay.errors import ForebayError, StorageError
 from forebay.layout import PAGE, StateLayout, align, has_stream, state_layout
+from forebay.model import Block
 from forebay.plans import Streaming
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.homes import DiskHome
@@ -30,7 +31,6 @@ from forebay.runtime.tensors import bytes_before
 from forebay.states import Masters, form_of, masters_for
 from forebay.tiers.kept import KeptFile, KeptFolder
 from forebay.tiers.sums import checksum
-from forebay.trace import Block
 
 __all__ = ["HomesReader", "InPlace"]
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from forebay.errors import ModelError
 from forebay.layout import LOWER, MASTER, has_stream, in_order, needs_master, with_masters
+from forebay.model import Block, Parameter
 from forebay.states import Masters, form_of, plain_name
-from forebay.trace import Block, Parameter
 
 __all__ = [
     "BUFFER",

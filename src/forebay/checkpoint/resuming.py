@@ -30,12 +30,12 @@ from forebay.checkpoint.randomness import restore
 from forebay.checkpoint.saving import Scheduler, groups_of, kept_buffers
 from forebay.errors import ConfigError, OptimizerError, UsageError
 from forebay.layout import MASTER, RESIDUAL, Chunk, Piece, needs_master
+from forebay.model import Parameter
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.session import Phase, Session
 from forebay.runtime.sparse import forget
 from forebay.runtime.tensors import bytes_before, dtype_of, elements
 from forebay.states import Masters, form_of
-from forebay.trace import Parameter
 
 __all__ = ["Resumed", "resume_checkpoint"]
 

@@ -11,12 +11,12 @@ from forebay.device.base import Completion
 from forebay.lowering.jobs import Jobs
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Kind
+from forebay.model import Block
 from forebay.plans import Plan, Update
 from forebay.program import Verb
 from forebay.scheduling.routes import TO_DEVICE, TO_STORAGE, Route
 from forebay.scheduling.staging import StagingRing
 from forebay.timeline import Lane
-from forebay.trace import Block
 
 __all__ = ["PaperCells", "paper_cells"]
 

@@ -14,12 +14,13 @@ from forebay.lowering.cells import paper_cells
 from forebay.lowering.jobs import Job, Jobs
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.plans import Placement, Plan, Update
 from forebay.program import Change, Verb
 from forebay.scheduling.slots import SlotPool
 from forebay.scheduling.staging import StagingRing
 from forebay.timeline import Lane
-from forebay.trace import Block, Trace
+from forebay.trace import Trace
 
 __all__ = ["BlockHome", "Homes"]
 

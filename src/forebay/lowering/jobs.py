@@ -9,8 +9,9 @@ from typing import final
 
 from forebay.cells import cell_of, spans_of
 from forebay.layout import gradient_offsets, state_layout
+from forebay.model import Block
 from forebay.plans import Streaming
-from forebay.trace import Block, Trace
+from forebay.trace import Trace
 from forebay.workspaces import widened_copies, workspace_nbytes
 
 __all__ = ["Job", "Jobs", "Moves"]

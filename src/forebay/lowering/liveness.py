@@ -20,9 +20,10 @@ from forebay.lowering.jobs import Jobs
 from forebay.lowering.lives import Layout, Profile
 from forebay.lowering.stages import Grain, Stage, Stages
 from forebay.lowering.transit import Landings, Transit
+from forebay.model import Block
 from forebay.plans import Placement, Plan, Streaming, Update, used_up
 from forebay.scheduling.activations import disk_nbytes, host_nbytes
-from forebay.trace import Block, Trace
+from forebay.trace import Trace
 from forebay.treatments import Fate, Selection
 from forebay.workspaces import widened_copies, workspace_nbytes
 

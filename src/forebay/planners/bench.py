@@ -13,6 +13,7 @@ from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import lower, sketch
 from forebay.lowering.liveness import updating_nbytes
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
 from forebay.planners.activations.groups import groups_of
@@ -34,7 +35,6 @@ from forebay.program import Outline, Program, Sketch
 from forebay.simulation import Costs, Forecast, Score, pace, play, settled_seconds, summarise
 from forebay.states import state_changes
 from forebay.timeline import Timeline
-from forebay.trace import Block
 
 __all__ = ["Bench"]
 

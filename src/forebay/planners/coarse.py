@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forebay.lowering import Grain
+from forebay.model import Model
 from forebay.plans import Streaming
-from forebay.trace import Model
 
 __all__ = ["Coarseness"]
 

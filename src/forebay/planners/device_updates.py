@@ -24,6 +24,7 @@ from math import ceil
 from forebay.arenas import UPDATE_CELLS, Sizer
 from forebay.layout import needs_master
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home_anew, on_host
 from forebay.planners.parts import KEPT, Draft, Level
@@ -34,7 +35,7 @@ from forebay.program import Outline, Verb
 from forebay.simulation import pace, settled_seconds
 from forebay.states import Masters, Reach, is_fp32, reach_of
 from forebay.timeline import Lane
-from forebay.trace import Block, Phase
+from forebay.trace import Phase
 
 __all__ = ["at_best", "at_home_again", "candidates", "fastest_there", "placed_there", "there"]
 

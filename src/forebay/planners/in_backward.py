@@ -22,10 +22,11 @@ from forebay.arenas import gradient_nbytes
 from forebay.lowering.index import TraceIndex
 from forebay.lowering.liveness import Liveness, update_workspaces
 from forebay.memory import Tier
+from forebay.model import Block, Model
 from forebay.planners.parts import Draft, repeated
 from forebay.plans import Placement, Plan, Update, used_up
 from forebay.states import Masters
-from forebay.trace import Block, Model, Phase, Trace
+from forebay.trace import Phase, Trace
 from forebay.units import format_bytes
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from forebay.layout import STATE_ITEMSIZE, align, is_drawn, needs_master
 from forebay.loss import VOCABULARY
 from forebay.lowering.liveness import update_workspaces, updating_nbytes
 from forebay.memory import Tier
+from forebay.model import Model
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
 from forebay.planners.in_backward import FEWEST, Early, Usable
@@ -22,7 +23,6 @@ from forebay.planners.problem import Problem
 from forebay.plans import Update, used_up
 from forebay.remedies import Remedy
 from forebay.states import DRAWN, OF_FOREBAY, Masters, element_nbytes, is_fp32
-from forebay.trace import Model
 from forebay.units import format_bytes, format_enough, parse_bytes
 
 __all__ = ["House", "all_on_device", "larger", "refused", "with_larger"]

@@ -11,9 +11,10 @@ from functools import cached_property
 from forebay.layout import is_drawn
 from forebay.lowering.index import are_apart
 from forebay.memory import Tier
+from forebay.model import Block, Model
 from forebay.planners.problem import Problem
 from forebay.plans import Placement, Plan, Streaming, Update, updated
-from forebay.trace import Block, Model, Phase, Trace, Visit
+from forebay.trace import Phase, Trace, Visit
 from forebay.treatments import Selection, Treatment
 
 __all__ = [

@@ -13,9 +13,10 @@ from forebay.compression import CODE_BITS
 from forebay.errors import ConfigError
 from forebay.machine import Machine
 from forebay.memory import Tier
+from forebay.model import Model
 from forebay.plans import UpdateTime
 from forebay.states import Masters, masters_for
-from forebay.trace import Footprint, Model, Trace
+from forebay.trace import Footprint, Trace
 
 __all__ = ["Problem"]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.bench import Bench
 from forebay.planners.parts import (
     DEDICATED,
@@ -24,7 +25,6 @@ from forebay.planners.parts import (
     streaming_through,
 )
 from forebay.plans import Placement, Streaming
-from forebay.trace import Block
 
 __all__ = [
     "SHARED",

@@ -25,6 +25,7 @@ from math import ceil
 
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, at_home_anew, more_on_disk, on_host
 from forebay.planners.parts import KEPT, RESIDENT, Draft, Level, repeated_size
@@ -32,7 +33,6 @@ from forebay.planners.shapes import SHARED, around, fewest_recomputed, filled, u
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.timeline import Lane
-from forebay.trace import Block
 
 __all__ = [
     "FEW_RUNGS",

@@ -7,11 +7,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from forebay.errors import CannotServe
+from forebay.model import Parameter
 from forebay.planners.bench import Bench
 from forebay.planners.nearest import AUTO, all_on_device
 from forebay.planners.parts import KEPT, Level
 from forebay.plans import Plan
-from forebay.trace import Parameter, Trace
+from forebay.trace import Trace
 from forebay.units import KiB
 
 __all__ = ["expect_there", "watched"]

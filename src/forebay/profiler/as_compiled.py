@@ -16,10 +16,11 @@ from torch._functorch import config as partitioner
 
 from forebay.device.compiling import compiled_modules
 from forebay.device.modes import compiles_nothing
+from forebay.model import Model
 from forebay.profiler.capture import Captured
 from forebay.profiler.compiled import Measured, Measuring
 from forebay.profiler.stand_ins import standing_in
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Phase, Trace
 
 __all__ = ["as_compiled"]
 

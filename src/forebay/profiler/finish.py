@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 from forebay.memory import Kind
+from forebay.model import Model
 from forebay.profiler.recorder import Recorder
 from forebay.profiler.roots import Made, Root
 from forebay.profiler.segments import Calls, Recorded, cut
-from forebay.trace import Model, Tensor, Trace
+from forebay.trace import Tensor, Trace
 
 __all__ = ["finish"]
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from forebay.memory import Kind
+from forebay.model import Block
 from forebay.profiler.roots import Roots
-from forebay.trace import Block
 
 __all__ = ["ParameterUses"]
 

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from forebay.trace import Model
+from forebay.model import Model
 
 __all__ = ["RunAgain", "needing_each_other"]
 

@@ -17,6 +17,7 @@ from forebay.device.base import Device
 from forebay.layout import PAGE, STATE_ITEMSIZE, align, state_layout
 from forebay.machine import Link
 from forebay.memory import Ledger, Tier
+from forebay.model import Block, Parameter
 from forebay.optim.rules import AdamRule
 from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import medians, span
@@ -27,7 +28,6 @@ from forebay.tiers.diskfile import TierFile
 from forebay.tiers.handed import hand_over
 from forebay.tiers.shared import SharedArena
 from forebay.timeline import Lane
-from forebay.trace import Block, Parameter
 from forebay.units import MiB
 
 __all__ = ["alternating", "by_turns"]

@@ -19,6 +19,7 @@ from forebay.kernels.team import Team, cores, cores_beside_compute
 from forebay.layout import STATE_ITEMSIZE, align, state_layout
 from forebay.machine import SPARED_CORES
 from forebay.memory import Kind, Ledger, Tier
+from forebay.model import Block, Parameter
 from forebay.optim.rules import AdamRule, LionRule, UpdateRule
 from forebay.plans import Placement, Streaming
 from forebay.profiler.effort import Effort
@@ -33,7 +34,6 @@ from forebay.runtime.updates import Updater
 from forebay.states import Masters, update_kind
 from forebay.tiers.arena import HostArena
 from forebay.timeline import Event, Lane
-from forebay.trace import Block, Parameter
 
 __all__ = ["UpdateTrial", "core_bound_rates", "spared_by", "spared_cores", "update_rate"]
 

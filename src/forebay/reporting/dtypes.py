@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from forebay.layout import LOWER, STATE_ITEMSIZE, needs_master
 from forebay.memory import Kind, Tier
+from forebay.model import Block, Parameter
 from forebay.plans import Placement, Plan
 from forebay.states import Masters, form_of, plain_name
-from forebay.trace import Block, Parameter, Trace
+from forebay.trace import Trace
 
 __all__ = ["DtypeEntry", "dtype_ledger"]
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from forebay.device.base import Watch
 from forebay.errors import DeviceOutOfMemory, ModelError
+from forebay.model import Block, Parameter
 from forebay.runtime.tensors import dtype_of
 from forebay.scheduling.slots import Slot, SlotPool
-from forebay.trace import Block, Parameter
 
 __all__ = ["BlockAccess"]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 import torch
 
 from forebay.layout import gradient_offsets, residual_offsets, state_layout
+from forebay.model import Block
 from forebay.plans import Placement, Streaming, Update
 from forebay.runtime.blockstate import BlockCopy, BlockState, InBackward, Passing, Streamed
 from forebay.runtime.deferred import Deferred
@@ -17,7 +18,6 @@ from forebay.runtime.sparse import residuals_in
 from forebay.runtime.tensors import elements
 from forebay.scheduling.gradients import GradientSlots
 from forebay.tiers.arena import HostArena
-from forebay.trace import Block
 
 __all__ = ["BlockPlacer", "OnHost"]
 

@@ -14,9 +14,9 @@ from forebay.device.compiling import compiled_modules, refuse_compiled_root
 from forebay.errors import ModelError
 from forebay.layout import align, is_dense
 from forebay.memory import ALIGNMENT
+from forebay.model import Block, Model, Parameter
 from forebay.optim.rules import Keeping
 from forebay.runtime.tiles import Tiled
-from forebay.trace import Block, Model, Parameter
 
 __all__ = ["BoundModel", "at_every_place", "find_blocks", "whole_blocks"]
 

@@ -11,6 +11,7 @@ import torch
 
 from forebay.errors import ForebayError, GradientUsedUp
 from forebay.layout import LOWER, MASTER, Chunk, Piece, StateLayout, has_stream, needs_master
+from forebay.model import Block, Parameter
 from forebay.optim.halves import halve, joined
 from forebay.optim.parts import Held, Prepared
 from forebay.plans import Placement
@@ -21,7 +22,6 @@ from forebay.runtime.homes import Home
 from forebay.runtime.tensors import at_place, state_view
 from forebay.scheduling.gradients import GradientSlots
 from forebay.states import TIES, Masters, form_of
-from forebay.trace import Block, Parameter
 
 __all__ = ["BlockCopy", "BlockState", "InBackward", "Passing", "Streamed"]
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from forebay.errors import OptimizerError, SessionClosed
 from forebay.layout import MASTER, RESIDUAL, in_order
+from forebay.model import Model, Parameter
 from forebay.plans import Update
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.gradients import host_copy
@@ -26,7 +27,6 @@ from forebay.runtime.store import Store
 from forebay.runtime.tensors import alone, flat, shaped, state_flat, state_shaped
 from forebay.scheduling.slots import SlotPool
 from forebay.states import Masters, form_of, plain_name
-from forebay.trace import Model, Parameter
 
 __all__ = ["Contents", "LazyTensors"]
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from forebay.errors import ModelError
+from forebay.model import Block
 from forebay.runtime.access import BlockAccess
-from forebay.trace import Block
 
 __all__ = ["ForwardWrites", "lost"]
 

@@ -10,12 +10,12 @@ import torch
 from forebay.device.base import Completion
 from forebay.device.completions import dependency_failure
 from forebay.errors import ForebayError
+from forebay.model import Parameter
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.landing import Landing
 from forebay.runtime.norms import Norms
 from forebay.runtime.spent import gradient_used_up
 from forebay.runtime.tensors import flat, shaped
-from forebay.trace import Parameter
 
 __all__ = ["GradientBuffer"]
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from forebay.arguments import expect
 from forebay.device.base import NoWatch
 from forebay.errors import ForebayError, UsageError
+from forebay.model import Block
 from forebay.runtime.attributes import beside_blocks
 from forebay.runtime.compiled_modules import CompiledModules
 from forebay.runtime.forward_order import Passing
@@ -40,7 +41,6 @@ from forebay.runtime.session import Phase, Session
 from forebay.runtime.tiles import Tiled
 from forebay.runtime.unplanned import Unplanned
 from forebay.runtime.vigil import batch_shape
-from forebay.trace import Block
 
 __all__ = ["Attachment", "GradientHook", "RootHook", "attachment_of", "is_prepared", "prepared_session", "session_of"]
 

@@ -20,9 +20,9 @@ from typing import final
 
 from forebay.device.base import Device
 from forebay.memory import ArenaUsage, Ledger, TierUsage
+from forebay.model import Block
 from forebay.runtime.levels import Levels
 from forebay.timeline import Event, Lane, Timeline
-from forebay.trace import Block
 
 __all__ = ["BACKWARD", "FORWARD", "RECOMPUTE", "Measurement", "Phase", "Whereabouts"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import final
 
+from forebay.model import Block
 from forebay.runtime.session import Session
-from forebay.trace import Block
 
 __all__ = ["OpenBlocks"]
 

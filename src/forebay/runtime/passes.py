@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._pytree import KeyPath
 
 from forebay.errors import UsageError
+from forebay.model import Block
 from forebay.runtime.saving_scope import SavingScope
-from forebay.trace import Block
 
 __all__ = [
     "Pass",

@@ -10,6 +10,7 @@ import torch
 from forebay.arenas import home_nbytes, home_tier
 from forebay.device.base import Device
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.plans import Placement, Update
 from forebay.runtime.blockstate import BlockCopy
 from forebay.runtime.holds import Alternate
@@ -19,7 +20,6 @@ from forebay.scheduling.staging import StagingRing
 from forebay.slabs import RESIDENT, STATES
 from forebay.tiers.arena import HostArena
 from forebay.tiers.diskfile import TierFile
-from forebay.trace import Block
 
 __all__ = ["Places"]
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from forebay.errors import ModelError
+from forebay.model import Parameter
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.contents import Contents
 from forebay.runtime.standins import StandIns
 from forebay.runtime.tensors import dtype_of
-from forebay.trace import Parameter
 
 __all__ = ["Replaced"]
 

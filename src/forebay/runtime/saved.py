@@ -15,12 +15,12 @@ from torch import nn
 from forebay.device.base import Watch
 from forebay.errors import ModelError
 from forebay.memory import Kind
+from forebay.model import Block
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.measure import Measurement
 from forebay.runtime.save_order import SaveOrder
 from forebay.runtime.stash import Ticket
 from forebay.runtime.unseen import Unseen
-from forebay.trace import Block
 
 __all__ = ["Kept", "SavedTensors", "SlotReference", "Treated", "modified", "take_off"]
 

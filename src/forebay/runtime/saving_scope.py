@@ -19,9 +19,9 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._pytree import tree_leaves
 
+from forebay.model import Block
 from forebay.plans import Plan
 from forebay.runtime.saved import SavedTensors
-from forebay.trace import Block
 
 __all__ = ["Saves", "SavingScope", "quiet_blocks"]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from forebay.errors import ForebayError, SessionClosed, UsageError
 from forebay.memory import Kind, Tier, TierUsage
+from forebay.model import Model, Parameter
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
 from forebay.runtime.access import BlockAccess
@@ -34,7 +35,6 @@ from forebay.runtime.unplanned import DIFFERENTIATED
 from forebay.runtime.updates import Updater
 from forebay.scheduling.rounds import Rounds
 from forebay.timeline import Timeline
-from forebay.trace import Model, Parameter
 from forebay.treatments import seen_by_op
 
 __all__ = ["Phase", "Session", "Whereabouts"]

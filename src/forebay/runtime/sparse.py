@@ -22,8 +22,8 @@ import torch
 from forebay.cells import PLACE_ITEMSIZE, Cell
 from forebay.kernels.top_k import largest
 from forebay.layout import STATE_ITEMSIZE, Chunk, Piece, residual_offsets
+from forebay.model import Block
 from forebay.runtime.tensors import SERIAL, add_serially, dtype_of
-from forebay.trace import Block
 
 __all__ = ["forget", "gather_sent", "residuals_in", "send_largest"]
 

@@ -13,8 +13,8 @@ from typing import Final, final
 import torch
 
 from forebay.errors import ModelError
+from forebay.model import Parameter
 from forebay.runtime.tensors import dtype_of
-from forebay.trace import Parameter
 
 __all__ = ["StandIns", "is_stand_in"]
 

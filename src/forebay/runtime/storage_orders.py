@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from forebay.model import Block
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.applying import Task
 from forebay.tiers.handed import HandedFile
-from forebay.trace import Block
 
 __all__ = ["Answer", "Done", "Failed", "Order", "Setup"]
 

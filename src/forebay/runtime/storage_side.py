@@ -31,13 +31,13 @@ import torch
 from forebay.cells import Cell
 from forebay.device.base import Completion, Device
 from forebay.errors import ConfigError, StorageError
+from forebay.model import Block
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.applying import Task
 from forebay.runtime.cells import Cells, Load, StorageWay
 from forebay.runtime.storage_orders import Done, Failed, Order, Setup
 from forebay.tiers.handed import HandedFile
 from forebay.tiers.shared import SharedArena
-from forebay.trace import Block
 
 __all__ = ["StoragePolicy", "StorageSide", "StorageWorker", "Territory"]
 

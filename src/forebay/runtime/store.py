@@ -12,6 +12,7 @@ from forebay.arenas import UPDATE_RING, Arenas, arenas_of, home_tier
 from forebay.device.base import Completion, Device
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, needs_master
 from forebay.memory import ArenaUsage, Kind, Tier
+from forebay.model import Model, Parameter
 from forebay.optim.rules import UpdateRule
 from forebay.phases import PASSING
 from forebay.plans import Plan, Streaming, used_up
@@ -35,7 +36,6 @@ from forebay.tiers.diskfile import TierFile
 from forebay.tiers.handed import hand_over
 from forebay.tiers.kept import KeptFolder
 from forebay.tiers.shared import SharedArena
-from forebay.trace import Model, Parameter
 from forebay.treatments import Fate
 
 __all__ = ["Store"]

@@ -7,9 +7,9 @@ from typing import Final
 import torch
 
 from forebay.layout import Chunk, Piece
+from forebay.model import Parameter
 from forebay.optim.flat import laid_flat
 from forebay.states import form_of
-from forebay.trace import Parameter
 
 __all__ = [
     "SERIAL",

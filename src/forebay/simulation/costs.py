@@ -18,6 +18,7 @@ from forebay.calls import CHECKSUMS
 from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError
 from forebay.machine import Disk, Machine
+from forebay.model import Block
 from forebay.program import Action, Outline, Verb
 from forebay.simulation.update_rates import (
     apart,
@@ -31,7 +32,7 @@ from forebay.simulation.update_rates import (
 )
 from forebay.states import Masters
 from forebay.timeline import Lane
-from forebay.trace import Block, Tensor, Trace, Work
+from forebay.trace import Tensor, Trace, Work
 
 __all__ = [
     "ADD_TRAFFIC",

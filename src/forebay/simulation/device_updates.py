@@ -16,8 +16,8 @@ from typing import Final
 
 from forebay.layout import is_drawn, needs_master, touched_nbytes, with_masters
 from forebay.machine import Machine
+from forebay.model import Block, Parameter
 from forebay.states import Masters, Reach, form_of, plain_name, reach_of
-from forebay.trace import Block, Parameter
 from forebay.workspaces import PIECE
 
 __all__ = ["CALL", "ITERATIONS", "Ops", "bf16_rate", "device_update_rate", "ops_of"]

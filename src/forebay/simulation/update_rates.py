@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 from forebay.layout import needs_master, states_nbytes, touched_nbytes, with_masters
 from forebay.machine import Machine
+from forebay.model import Block, Parameter
 from forebay.simulation.device_updates import bf16_rate, device_update_rate, ops_of
 from forebay.states import Masters, Reach, form_of, plain_name, reach_of, update_kind
-from forebay.trace import Block, Parameter, Trace
+from forebay.trace import Trace
 from forebay.workspaces import FUSED, LION
 
 __all__ = [

@@ -12,10 +12,11 @@ from itertools import product
 from random import Random
 
 from forebay.memory import Kind
+from forebay.model import Model
 from forebay.planners import Bench
 from forebay.planners.activations.literature.layers import Layer, layers_of
 from forebay.plans import Plan
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Phase, Trace
 from tests.null.planning import ENOUGH, asked, machine
 from tests.null.synthetic import block
 from tests.null.tracing import TraceBuilder, VisitBuilder

@@ -10,6 +10,7 @@ from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.machine import Machine
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners import Bench, make_plan
 from forebay.planners.parts import Draft
 from forebay.planners.shapes import streamed_through, usual_window
@@ -17,7 +18,7 @@ from forebay.planners.states.patrickstar import chunk_size, chunks
 from forebay.plans import Plan, Update
 from forebay.simulation import forecast, simulate
 from forebay.timeline import Lane
-from forebay.trace import Block, Trace
+from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.states.test_state_policies import ends_trace
 from tests.null.synthetic import block, problem

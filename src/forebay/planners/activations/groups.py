@@ -14,13 +14,14 @@ from forebay.arenas import home_nbytes
 from forebay.layout import MOVED_LEAST, gradient_offsets, state_layout, states_nbytes, touched_nbytes
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.activations.items import Items, items_of, together
 from forebay.planners.activations.menu import Option, menu
 from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, recomputable
 from forebay.planners.problem import Problem
 from forebay.simulation import Costs
 from forebay.states import is_fp32
-from forebay.trace import Block, Phase, Trace
+from forebay.trace import Phase, Trace
 
 __all__ = ["ON_DISK", "STATES_ON_DISK", "Group", "Home", "Use", "groups_of", "memory_seconds"]
 

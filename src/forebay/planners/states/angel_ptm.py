@@ -44,6 +44,7 @@ from typing import Final
 
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.bench import Bench
 from forebay.planners.nearest import with_larger
 from forebay.planners.parts import Draft, roomy, sizes_at_once
@@ -59,7 +60,6 @@ from forebay.planners.states.drafting import (
     with_homes,
 )
 from forebay.plans import Plan
-from forebay.trace import Block
 from forebay.units import format_bytes
 
 __all__ = ["ROUNDS", "angel_ptm", "angel_ptm_lock_free", "pages"]

@@ -10,6 +10,7 @@ from functools import partial
 
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
 from forebay.planners.nearest import House, larger, refused
@@ -36,7 +37,6 @@ from forebay.planners.shapes import (
 )
 from forebay.plans import Placement, Plan
 from forebay.remedies import Remedy
-from forebay.trace import Block
 from forebay.units import format_apart
 
 __all__ = [

@@ -28,6 +28,7 @@ from dataclasses import replace
 from typing import Final
 
 from forebay.memory import Tier
+from forebay.model import Block
 from forebay.planners.bench import Bench
 from forebay.planners.parts import HOSTED, Draft, slot_options, streaming_through
 from forebay.planners.problem import Problem
@@ -42,7 +43,6 @@ from forebay.planners.states.drafting import (
     with_homes,
 )
 from forebay.plans import Plan
-from forebay.trace import Block
 
 __all__ = ["EXPERTS", "moesys", "with_experts"]
 

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from forebay.model import Block
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, repeated_size, roomy, sizes_at_once
 from forebay.planners.problem import Problem
@@ -46,7 +47,6 @@ from forebay.planners.states.drafting import (
     streamed,
 )
 from forebay.plans import Plan
-from forebay.trace import Block
 from forebay.units import format_bytes
 
 __all__ = ["chunk_size", "chunks", "patrickstar"]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from forebay.machine import Machine
+from forebay.model import Block, Model
 from forebay.planners.bench import Bench
 from forebay.planners.parts import HOSTED, Draft, Level, repeated_size
 from forebay.planners.problem import Problem
@@ -40,7 +41,7 @@ from forebay.planners.states.drafting import (
 )
 from forebay.plans import Plan
 from forebay.simulation import Costs
-from forebay.trace import Block, Model, Phase
+from forebay.trace import Phase
 
 __all__ = ["LEAST", "Use", "stronghold", "uses", "window"]
 
