@@ -420,6 +420,35 @@ def test_what_hooks_have_by_name(policy: str) -> None:
     assert run(model(InDict), lambda ours: prepared(ours, policy)) == expected
 
 
+def on_gradients_of_modules(layer: Layer, seen: list[float]) -> None:
+    layer.linear.register_full_backward_hook(lambda module, made, given: seen.append(float(given[0].norm())))
+
+
+def before_gradients_of_modules(layer: Layer, seen: list[float]) -> None:
+    layer.linear.register_full_backward_pre_hook(lambda module, given: seen.append(float(given[0].norm())))
+
+
+@pytest.mark.parametrize("policy", ["stream-recompute", "resident"])
+@pytest.mark.parametrize("register", [on_gradients_of_modules, before_gradients_of_modules])
+def test_what_hooks_of_backward_note(register: Callable[[Layer, list[float]], None], policy: str) -> None:
+    """The norms of gradients, for a log: nothing of what is looked at before the run is among them."""
+
+    def run(model: nn.Module, begin: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]) -> list[float]:
+        seen: list[float] = []
+        for layer in model:
+            register(layer, seen)
+        model, optimizer = begin(model)
+        assert not seen
+        batch = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+        for _ in range(STEPS):
+            stepped(optimizer, [loss_of(model, batch)])
+        forebay.close(model)
+        return seen
+
+    expected = run(model(InDict), lambda plain: (plain, adamw(plain)))
+    assert expected and run(model(InDict), lambda ours: prepared(ours, policy)) == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recording_leaves_nothing(kind: type[Layer]) -> None:
     module = model(kind)

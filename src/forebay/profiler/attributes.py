@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -28,7 +28,9 @@ class Attributes:
         own = (
             values for m in modules for values in (m.__dict__, *m.__dict__.values()) if isinstance(values, dict | set)
         )
-        inside = look_inside(value for m in modules for value in attributes_of(m)).containers
+        # A recording runs backward too. A block that runs again does not, so ``attributes_of`` leaves its hooks out.
+        met = (value for m in modules for value in (*attributes_of(m), *_hooks_of_backward(m)))
+        inside = look_inside(met).containers
         self._contents = [Content.of(one) for one in {id(one): one for one in (*own, *inside)}.values()]
 
     def are_changed(self) -> bool:
@@ -40,6 +42,11 @@ class Attributes:
         for content in self._contents:
             if content.is_changed():
                 content.put_back()
+
+
+def _hooks_of_backward(module: nn.Module) -> Iterator[Any]:
+    yield from module._backward_pre_hooks.values()
+    yield from module._backward_hooks.values()
 
 
 @final
