@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ pytest.importorskip("trl")
 
 import bitsandbytes
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -240,6 +249,34 @@ def test_adapters_that_transformers_has_put_into_a_model(closed: list[Trainer], 
     closed.append(again)
     again.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-1"))
     assert same(again.model, own.model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # Saved as its encoder makes it, which is called for that.
+        PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        # With projections that all layers share, by another name than the rest of it.
+        VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    ],
+    ids=["prompt", "vera"],
+)
+def test_other_adapters_are_saved_as_peft_saves_them(closed: list[Trainer], tmp_path: Path, config: PeftConfig) -> None:
+    def run(name: str, memory: Memory | None, resumed: str | None = None) -> Trainer:
+        model = llama()
+        torch.manual_seed(5)
+        short = {"max_steps": 2, "save_steps": 1, "gradient_accumulation_steps": 1}
+        made = trainer(tmp_path / name, get_peft_model(model, deepcopy(config)), memory, **short)
+        made.train(resume_from_checkpoint=resumed)
+        return made
+
+    theirs = run("theirs", None)
+    own = run("own", Memory("4MiB", policy="stream"))
+    closed.append(own)
+    closed.append(run("own", Memory("4MiB", policy="stream"), str(tmp_path / "own" / "checkpoint-1")))
+    assert all(seen(one) == seen(theirs) and same(one.model, theirs.model) for one in closed)
+    files = [load_file(tmp_path / one / "checkpoint-2" / "adapter_model.safetensors") for one in ("own", "theirs")]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][name], files[1][name]) for name in files[1])
 
 
 @pytest.mark.parametrize("nested", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["nested", "single"])

@@ -152,7 +152,9 @@ class ForebayMixin(_Base):
 
             state_dict = adapter_state(self._trained)  # type: ignore[arg-type]
         if state_dict is not None or not is_prepared(self._trained) or not is_pretrained(self._trained):
-            super()._save(output_dir, state_dict)
+            # PEFT saves a prompt as its encoder makes it, which it calls by itself.
+            with torch.no_grad():
+                super()._save(output_dir, state_dict)
             return
         folder = str(self.args.output_dir) if output_dir is None else output_dir
         # No weights at first, as the Trainer has it under DeepSpeed: a state dict would be all of them at once.
