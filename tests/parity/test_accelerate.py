@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,14 @@ def test_what_is_not_served_is_refused() -> None:
         ForebayAccelerator(memory=Memory(BUDGET), cpu=True).figures()
 
 
-def test_an_optimizer_without_its_model_is_refused_where_nothing_has_a_plan() -> None:
+@pytest.mark.parametrize("way", [ForebayAccelerator.prepare, ForebayAccelerator.prepare_optimizer])
+def test_an_optimizer_without_its_model_is_refused_where_nothing_has_a_plan(way: Callable[..., Any]) -> None:
     model, optimizer = parts()
     accelerator = ForebayAccelerator(memory=Memory("1MiB", example=torch.zeros(3, 2)), cpu=True)
     alone = accelerator.prepare(model)
     assert torch.equal(alone(torch.zeros(3, 2)), model(torch.zeros(3, 2)))  # to evaluate it, say
     with pytest.raises(ConfigError, match=r"with no plan; give both to one call: accelerator\.prepare\(model, optim"):
-        accelerator.prepare(optimizer)
+        way(accelerator, optimizer)
     model, planned = accelerator.prepare(alone, optimizer)
     _, others = parts()
     assert accelerator.prepare(planned) is planned

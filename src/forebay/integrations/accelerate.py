@@ -77,12 +77,8 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
         models = [one for one in args if isinstance(one, nn.Module)]
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         if not models or not optimizers:
-            made_here = (AcceleratedOptimizer, StreamedOptimizer)
-            if self._planned is None and any(not isinstance(one, made_here) for one in optimizers):
-                raise ConfigError(
-                    "an optimizer without its model would train with no plan; give both to one call: "
-                    "accelerator.prepare(model, optimizer, ...)"
-                )
+            for optimizer in optimizers:
+                self._expect_plan_for(optimizer)
             return super().prepare(*args, device_placement=device_placement)
         if len(models) > 1 or len(optimizers) > 1 or self._planned is not None:
             raise ConfigError(
@@ -98,6 +94,11 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
         given = [planned if one is optimizer else one for one in args]
         with _compiled_already(self.state):
             return super().prepare(*given, device_placement=placed)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """``Accelerator.prepare_optimizer``. Raises ``ConfigError`` where no model has a plan."""
+        self._expect_plan_for(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """``Accelerator.save_state``; the model that has a plan is written by ``forebay.save``, and its weights beside
@@ -157,6 +158,14 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
                 "no model was prepared with its optimizer; call accelerator.prepare(model, optimizer, ...)"
             )
         return self._planned
+
+    def _expect_plan_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ``ConfigError`` for one that comes without its model where no model has a plan."""
+        if self._planned is None and not isinstance(optimizer, AcceleratedOptimizer | StreamedOptimizer):
+            raise ConfigError(
+                "an optimizer without its model would train with no plan; give both to one call: "
+                "accelerator.prepare(model, optimizer, ...)"
+            )
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
