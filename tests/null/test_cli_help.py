@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -186,6 +188,16 @@ def test_a_disk_without_a_name_is_refused() -> None:
     done = CliRunner().invoke(app, ["doctor", "--disk", ""])
     assert (done.exit_code, done.stdout) == (2, "")
     assert "--disk: the path is empty; name a folder" in done.stderr
+
+
+def test_a_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    done = CliRunner().invoke(app, ["doctor", "--disk", ""])
+    said = "forebay: the folder that forebay was started in is gone; change to one that is there\n"
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", said)
 
 
 def test_the_flags_of_doctor_are_these() -> None:

@@ -57,7 +57,12 @@ def main() -> None:
 
 @app.callback()
 def _verbs() -> None:
-    """Keeps every verb a verb: typer drops the name of an only one."""
+    """Before every verb: where the current folder is gone, libraries of torch end the process without a reason."""
+    with errors_as_messages():
+        try:
+            Path.cwd()
+        except FileNotFoundError as error:
+            raise UsageError("the folder that forebay was started in is gone; change to one that is there") from error
 
 
 @app.command()
