@@ -191,6 +191,31 @@ class Alone(nn.Module):
         return {"loss": x.square().mean()}
 
 
+class Norm(nn.Module):
+    """A norm written out. Its last result is the input of whoever comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5) * self.scale + self.shift
+
+
+class Normed(nn.Module):
+    """One norm in two places, of which one is followed by what saves its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.norm, self.mixers = nn.ModuleList([Norm()]), nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.mixers[0](self.norm[0](self.mixers[1](self.words(input_ids))))
+        return {"loss": (self.norm[0](x) + x).sum()}
+
+
 def ids(step: int) -> dict[str, torch.Tensor]:
     """Eight sequences, and as many others."""
     made = torch.randint(0, WORDS, (2, 8, 64), generator=torch.Generator().manual_seed(step))
@@ -260,6 +285,14 @@ def test_above_the_least(name: str, policy: str) -> None:
     forebay.close(model)
     assert report.plan.recompute or report.plan.activations
     assert report.measured_peaks()[Tier.DEVICE] <= report.plan.device <= needed
+
+
+@pytest.mark.parametrize("policy", ["auto", "offload-all"])
+def test_a_block_for_which_every_choice_but_to_run_again_is_beaten(policy: str) -> None:
+    """All that it saves may move all the same, and a policy may ask for that."""
+    case = Case(Normed, ids)
+    model = assert_same_training(case, torch.float32, steps=2, device_memory="4MiB", policy=policy, device="cpu")
+    forebay.close(model)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "offload-all"])

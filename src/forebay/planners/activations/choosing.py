@@ -11,7 +11,7 @@ from typing import TypeAlias
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
 from forebay.planners.activations.chain import ANYTHING, Chain, Scope, Shares
-from forebay.planners.activations.menu import Option
+from forebay.planners.activations.menu import MOVE, Option
 from forebay.planners.activations.rounding import diffused, sorted_out
 from forebay.planners.bench import Bench
 from forebay.planners.parts import (
@@ -255,8 +255,7 @@ def all_moved(bench: Bench) -> Level:
     chain = bench.chain
     if chain is None or bench.liveness is None:
         return KEPT
-    most = [max((o for o in group.options if not o.recompute), key=lambda o: o.moved) for group in chain.groups]
-    chosen = [[option] * len(group.blocks) for group, option in zip(chain.groups, most, strict=True)]
+    chosen = [[group.whole(MOVE)] * len(group.blocks) for group in chain.groups]
     return level_of(bench.liveness, chain, chosen)
 
 

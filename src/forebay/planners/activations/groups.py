@@ -16,7 +16,7 @@ from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
 from forebay.model import Block
 from forebay.planners.activations.items import Items, items_of, together
-from forebay.planners.activations.menu import Option, menu
+from forebay.planners.activations.menu import Option, menu, option
 from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, recomputable
 from forebay.planners.problem import Problem
 from forebay.simulation import Costs
@@ -106,6 +106,11 @@ class Group:
             )
             for o in self.options
         ]
+
+    def whole(self, code: int) -> Option:
+        """A block that does not run again and does ``code`` (``menu.KEEP``, ``MOVE``) with all that it saves, where
+        that may be. It need not be among ``options``, where each that does not run again may be beaten."""
+        return option(self.items, False, [code] * len(self.items.kept))
 
 
 def memory_seconds(costs: Costs) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import level_of
+from forebay.planners.activations.menu import KEEP, MOVE
 from forebay.planners.bench import Bench
 from forebay.planners.nearest import refused
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
@@ -72,7 +73,7 @@ def _able(bench: Bench) -> tuple[str, ...]:
     """Blocks that save something that can move, in the order of the forward."""
     if bench.chain is None or bench.problem.trace is None:
         return ()
-    able = {b for g in bench.chain.groups if any(o.moved and not o.recompute for o in g.options) for b in g.blocks}
+    able = {block for group in bench.chain.groups if group.whole(MOVE).moved for block in group.blocks}
     return tuple(dict.fromkeys(v.block for v in bench.problem.trace.visits if v.block in able))
 
 
@@ -86,9 +87,7 @@ def _level(bench: Bench, blocks: frozenset[str]) -> Level:
         return KEPT
     chosen = []
     for group in bench.chain.groups:
-        options = [o for o in group.options if not o.recompute]
-        least, most = (best(options, key=lambda option: option.moved) for best in (min, max))
-        chosen.append([most if block in blocks else least for block in group.blocks])
+        chosen.append([group.whole(MOVE if block in blocks else KEEP) for block in group.blocks])
     return level_of(bench.liveness, bench.chain, chosen)
 
 

@@ -111,17 +111,13 @@ def level_with(bench: Bench, choice: Choice, window: int | None = None) -> Level
     if bench.chain is None or bench.liveness is None or not choice:
         return KEPT
     chosen = [
-        [choice[block] if block in choice else _nothing(group) for block in group.blocks]
+        [choice[block] if block in choice else group.whole(KEEP) for block in group.blocks]
         for group in bench.chain.groups
     ]
     level = level_of(bench.liveness, bench.chain, chosen)
     if window is None or not level.moved:
         return level
     return Level(level.recompute, level.activations, window, level.moved)
-
-
-def _nothing(group: Group) -> Option:
-    return option(group.items, False, [KEEP] * len(group.items.kept))
 
 
 def reruns(option: Option) -> bool:
