@@ -50,6 +50,53 @@ class Halved(nn.Module):
         return F.pad(some.sin(), (0, SIDE // 2, 0, SIDE // 2))
 
 
+class InPlace(nn.Module):
+    """``change`` writes to what a layer makes, a view of all of another tensor for more than two dimensions; and a head
+    whose backward takes less."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor], layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.layer, self.change, self.head = line(), layer(), change, nn.Linear(SIDE, 1)
+
+    def forward(self, x: torch.Tensor) -> Batch:
+        x = self.first(x)
+        return {"loss": self.head(x + self.change(self.layer(x))).sum()}
+
+
+def line() -> nn.Module:
+    return nn.Linear(SIDE, SIDE)
+
+
+class Turned(nn.Module):
+    """The result of a convolution, its dimensions in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(CHANNELS, CHANNELS, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x)
+        return made.transpose(2, 3)
+
+
+def upper(x: torch.Tensor) -> torch.Tensor:
+    """A part of ``x`` is written to, all of it is read."""
+    x[..., 1:].tanh_()
+    return x
+
+
+def lower(x: torch.Tensor) -> torch.Tensor:
+    """A part of ``x`` is written to, and read."""
+    return F.pad(x[..., 1:].tanh_(), (1, 0))
+
+
+def unread(x: torch.Tensor) -> torch.Tensor:
+    """What is written to is not read again; a view of it is."""
+    other = x.flatten(2)
+    x.tanh_()
+    return other.view_as(x)
+
+
 class Bags(nn.Module):
     """Embeddings of bags of words, the last offset given too, and a layer."""
 
@@ -79,6 +126,16 @@ AUTOCAST: dict[str, Callable[[], nn.Module]] = {
 }
 PLAIN: dict[str, Callable[[], nn.Module]] = {"fold": Overlapping, "unfold": Halved, "rrelu": nn.RReLU}
 
+IN_PLACE: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: InPlace(torch.relu_, line),
+    "dropout": lambda: InPlace(lambda x: F.dropout(x, 0.5, inplace=True), line),
+    "twice": lambda: InPlace(lambda x: x.mul_(2).tanh_(), line),
+    "turned": lambda: InPlace(torch.tanh_, Turned),
+    "upper": lambda: InPlace(upper, line),
+    "lower": lambda: InPlace(lower, line),
+    "unread": lambda: InPlace(unread, line),
+    "no view": lambda: InPlace(torch.relu_, lambda: nn.Conv2d(CHANNELS, CHANNELS, 1)),
+}
 
 BAGS = tuple(f"bag-{mode}{kind}" for mode in ("sum", "mean", "max") for kind in ("", "-frozen"))
 
@@ -87,14 +144,14 @@ def case(name: str) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
     if name.startswith("bag"):
         return Bags(name.split("-")[1], trained=not name.endswith("frozen")), words()
-    return Net((AUTOCAST | PLAIN)[name]), pixels()
+    return IN_PLACE[name]() if name in IN_PLACE else Net((AUTOCAST | PLAIN)[name]), pixels()
 
 
 def autocast(name: str) -> contextlib.AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=name in AUTOCAST)
 
 
-@pytest.mark.parametrize("name", [*AUTOCAST, *PLAIN, *BAGS])
+@pytest.mark.parametrize("name", [*AUTOCAST, *PLAIN, *IN_PLACE, *BAGS])
 def test_a_trace_has_the_bytes_of_a_step(name: str) -> None:
     model, batch = case(name)
     with autocast(name):
@@ -104,7 +161,13 @@ def test_a_trace_has_the_bytes_of_a_step(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("layer-norm", "stream"), ("fold", "stream"), ("rrelu", "offload-all"), ("bag-mean", "stream-recompute")],
+    [
+        ("layer-norm", "stream"),
+        ("fold", "stream"),
+        ("rrelu", "offload-all"),
+        ("relu", "keep"),
+        ("bag-mean", "stream-recompute"),
+    ],
 )
 def test_the_least_device_memory_is_enough(name: str, policy: str) -> None:
     def prepared(budget: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -22,6 +22,7 @@ from forebay.profiler.run_again import RunAgain
 from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, made_by, tensors_in
+from forebay.profiler.written_views import WrittenViews
 from forebay.runtime.uncounted import updated_uncounted
 from forebay.trace import CONSTANT, Phase
 
@@ -63,6 +64,7 @@ class Recorder(TorchDispatchMode):
         self._quiet = False
         self.parameters = ParameterUses(self.roots)
         self.again = RunAgain()
+        self._views = WrittenViews()
         self.at = Position(self.roots, self.parameters, self.again)
         # Each with its root and torch's count of changes as it came.
         self._buffers: list[tuple[torch.Tensor, Root, int]] = []
@@ -209,10 +211,15 @@ class Recorder(TorchDispatchMode):
             self._expect_readable(numbers)
         written = tensors_in(written_by(func, args, kwargs)) if is_mutable(func) else []
         self._writes(written)
+        self._views.read(tensor for tensor in inputs if not any(tensor is one for one in written))
+        for tensor in written:
+            self._views.write(self._root_of(tensor))
         if kwargs.get("generator") is not None:
             self._originals.keep_generator(kwargs["generator"])
         result = self._run(func, args, kwargs, inputs)
         outputs = made_by(func, args, kwargs, result)
+        if numbers and is_view(func):
+            self._views.make(self.roots.made[numbers[0]].root.number, outputs)
         # Before the silent ones are left out: what views a weight is about to read it.
         if self.at.phase is Phase.BACKWARD and outputs:
             if not self.at.running and not is_view(func):  # a checkpoint detaches what it saves
