@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import forebay
 from forebay.arenas import arenas
@@ -18,6 +19,7 @@ from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
 from forebay.states import Masters
 from tests.parity.accumulating import assert_same_accumulation, loss_of, opened
+from tests.parity.compare import adamw
 from tests.parity.models import CASES, Case
 from tests.parity.offloading import SUBJECTS, larger, offload_plan, trace_of
 from tests.parity.recomputing import AMPLE, STATES, plan_for, recomputable
@@ -158,3 +160,35 @@ def test_what_fits_with_whole_masters_alone_is_for_one_at_a_time() -> None:
     assert isinstance(together, NoRoomTogether)
     assert together.alone.streaming.masters is Masters.WHOLE
     assert (together.alone.device, together.alone.host) == (device, host)
+
+
+class Staying(nn.Module):
+    """Its peak is in the backward of its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def test_the_losses_of_a_step_and_of_the_one_before_are_in_no_budget() -> None:
+    """A loop has those of the step before as long as it has no others. Nothing of this model streams, so that its
+    micro-batches take what one of them takes."""
+    batches = [torch.randn(64, 32) for _ in range(4)]
+    model = Staying()
+    asked: dict[str, Any] = {"policy": "resident", "micro_batches": 4, "loss_fn": Staying.__call__, "device": "cpu"}
+    with pytest.raises(DoesNotFit) as refused:
+        forebay.prepare(model, adamw(list(model.parameters())), batches[0], device_memory=1024, **asked)
+    needed = refused.value.needed
+    _, optimizer = forebay.prepare(model, adamw(list(model.parameters())), batches[0], device_memory=needed, **asked)
+    for _ in range(3):
+        losses = forebay.accumulate(model, batches, Staying.__call__)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(losses) == 4
+    assert forebay.report(model).measured_peaks()[Tier.DEVICE] <= needed
+    forebay.close(model)

@@ -32,7 +32,7 @@ from forebay.runtime.forward_order import ForwardOrder
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
-from forebay.runtime.losses import LossFunction, expect_loss
+from forebay.runtime.losses import LossFunction, expect_loss, handed_over
 from forebay.runtime.measure import Phase
 from forebay.runtime.passes import Pass
 from forebay.runtime.spent import SpentGradient
@@ -51,7 +51,8 @@ def accumulate_in_order(model: nn.Module, batches: Sequence[Any], loss_fn: LossF
     for number, batch in enumerate(batches):
         loss = expect_loss(loss_fn(model, batch), f"micro-batch {number}")
         loss.backward()
-        losses.append(loss.detach())
+        losses.append(handed_over(loss))
+        del loss  # or it is there in the next forward
     return losses
 
 
@@ -245,7 +246,7 @@ class _ByBlock:
             with one.cutter.between_blocks():
                 loss = expect_loss(self._loss_fn(self._model, batch), f"micro-batch {one.number}")
             one.segments = one.cutter.finished(loss)
-            return loss.detach()
+            return handed_over(loss)
         finally:
             del self._of_thread[threading.get_ident()]
             if self._session.phase is Phase.FORWARD:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from forebay.errors import UsageError
 
-__all__ = ["LossFunction", "expect_loss"]
+__all__ = ["LossFunction", "expect_loss", "handed_over"]
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 """The loss of a model on one micro-batch, a tensor with one element."""
@@ -31,3 +32,10 @@ def expect_loss(loss: Any, of: str) -> torch.Tensor:
             f"computes it under torch.no_grad() or detaches it"
         )
     return loss
+
+
+def handed_over(loss: torch.Tensor) -> torch.Tensor:
+    """``loss``, detached, in memory that no account has: it is the caller's, who has all losses of a step while the
+    next one runs, and how many these are no plan knows."""
+    with _disable_current_modes():
+        return loss.detach().clone()
