@@ -192,3 +192,22 @@ def test_the_losses_of_a_step_and_of_the_one_before_are_in_no_budget() -> None:
     assert len(losses) == 4
     assert forebay.report(model).measured_peaks()[Tier.DEVICE] <= needed
     forebay.close(model)
+
+
+def test_what_is_saved_between_the_last_two_blocks_is_there_while_others_go_backward() -> None:
+    """The model's own ReLU goes backward with the block before it: what it has saved waits for that."""
+    batches = [torch.randn(64, 32) for _ in range(4)]
+    asked: dict[str, Any] = {"policy": "stream", "micro_batches": 4, "loss_fn": Staying.__call__, "device": "cpu"}
+    needed = 1024
+    for _ in range(2):  # what one takes, and what all of them take
+        model = Staying()
+        with pytest.raises(DoesNotFit) as refused:
+            forebay.prepare(model, adamw(list(model.parameters())), batches[0], device_memory=needed, **asked)
+        needed = refused.value.needed
+    _, optimizer = forebay.prepare(model, adamw(list(model.parameters())), batches[0], device_memory=needed, **asked)
+    for _ in range(2):
+        forebay.accumulate(model, batches, Staying.__call__)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert forebay.report(model).measured_peaks()[Tier.DEVICE] <= needed
+    forebay.close(model)

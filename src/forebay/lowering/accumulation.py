@@ -77,12 +77,14 @@ def _turns(trace: Trace, profile: Profile, streamed: frozenset[str]) -> Iterator
             if now:
                 yield run.position
             now = block
-    last, begun, again = now, False, False
+    last, passed, begun, again = now, False, False, False
     for run in profile.runs:
         visit = trace.visits[run.visit]
         if not run.again and visit.phase is Phase.FORWARD:
             continue
-        begun = begun or (visit.block in streamed and visit.block != last)
+        # Also in front of what the model itself computed before that block: it goes with the block before.
+        begun = begun or (passed and visit.block != last)
+        passed = passed or visit.block == last
         # What was made again for a visit is there when it begins, and a micro-batch does not stop in between.
         if begun and not again:
             yield run.position
