@@ -219,7 +219,7 @@ class Recorder(TorchDispatchMode):
         result = self._run(func, args, kwargs, inputs)
         outputs = made_by(func, args, kwargs, result)
         if numbers and is_view(func):
-            self._views.make(self.roots.made[numbers[0]].root.number, outputs)
+            self._views.make(func, self.roots.made[numbers[0]].root.number, outputs)
         # Before the silent ones are left out: what views a weight is about to read it.
         if self.at.phase is Phase.BACKWARD and outputs:
             if not self.at.running and not is_view(func):  # a checkpoint detaches what it saves

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 import torch
+from torch._ops import OpOverload
 
 __all__ = ["WrittenViews"]
 
@@ -27,9 +28,11 @@ class WrittenViews:
         self._made = defaultdict[int, list[weakref.ref[torch.Tensor]]](list)
         self._written: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def make(self, root: int, tensors: Iterable[torch.Tensor]) -> None:
-        """An op has made ``tensors``, views of the storage with the number ``root``."""
-        if torch.is_grad_enabled():
+    def make(self, func: OpOverload, root: int, tensors: Iterable[torch.Tensor]) -> None:
+        """The op ``func`` has made ``tensors``, views of the storage with the number ``root``."""
+        # No gradient goes through what is detached; and a layer that is cast in its forward (``Module.to``) has torch
+        # swap detached parameters, which it refuses where anything refers to one weakly.
+        if torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
             self._made[root].extend(map(weakref.ref, tensors))
 
     def write(self, root: int) -> None:
