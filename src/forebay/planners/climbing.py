@@ -10,7 +10,7 @@ are the same in every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from random import Random
@@ -71,9 +71,7 @@ class _Changes:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._random = Random(0)
-        self._counted: dict[tuple[Draft, int, int], Draft | None] = {}
-        self._resettled: dict[tuple[Draft, int], Draft | None] = {}
-        self._placed: dict[tuple[Draft, tuple[str, ...]], Draft | None] = {}
+        self._made: dict[tuple[Hashable, ...], Draft | None] = {}
 
     def of(self, draft: Draft) -> Draft | None:
         """``draft`` with one change, or a few; None where one of them cannot be."""
@@ -110,12 +108,7 @@ class _Changes:
     def _made_there(self, draft: Draft, able: Sequence[str], changing: AbstractSet[str]) -> Draft | None:
         chosen = changing ^ set(draft.updated(Update.DEVICE))
         there = tuple(name for name in able if name in chosen)
-        if not there:
-            return at_home_again(draft)
-        key = draft, there
-        if key not in self._placed:
-            self._placed[key] = placed_there(self._bench, draft, there)
-        return self._placed[key]
+        return self._once(placed_there, draft, there) if there else at_home_again(draft)
 
     def _one_of_each(self, able: Sequence[str], chosen: Sequence[str]) -> AbstractSet[str]:
         """One of ``chosen`` and one of the others that are ``able``; nothing where there is none of the one."""
@@ -147,20 +140,19 @@ class _Changes:
 
     def _staying(self, draft: Draft) -> Draft | None:
         """A few more or fewer stay, and other numbers go with that."""
-        key = draft, self._random.choice(FEW)
-        if key not in self._resettled:
-            self._resettled[key] = resettled(self._bench, *key)
-        return self._with_numbers(self._resettled[key], draft)
+        return self._with_numbers(self._once(resettled, draft, self._random.choice(FEW)), draft)
 
     def _with_numbers(self, plain: Draft | None, draft: Draft) -> Draft | None:
         """``plain`` with a few more or fewer updates ahead of their step, and on the device, than ``draft`` has."""
         ahead, there = (max(0, number + self._random.choice(FEW)) for number in numbers_of(draft))
-        if plain is None:
-            return None
-        key = plain, ahead, there
-        if key not in self._counted:
-            self._counted[key] = with_numbers(self._bench, *key)
-        return self._counted[key]
+        return None if plain is None else self._once(with_numbers, plain, ahead, there)
+
+    def _once(self, make: Callable[..., Draft | None], *of: Hashable) -> Draft | None:
+        """What ``make`` makes ``of`` these on the bench, worked out the first time that it is asked for."""
+        key = make, *of
+        if key not in self._made:
+            self._made[key] = make(self._bench, *of)
+        return self._made[key]
 
 
 # Not the methods of one that are bound: it would hold itself.
